@@ -1,0 +1,38 @@
+"""Every exception kvstow raises on purpose.
+
+* KvstowError
+  + SchemeError          the scheme string or its fields are wrong     (ValueError)
+  + UnsupportedModel     the model cannot use this scheme              (ValueError)
+  + ModelNotFound        no weights where the user pointed             (FileNotFoundError)
+  + ModelFileError       weights or a config that cannot be read       (ValueError)
+  + PromptError          the prompt is empty, unreadable, or too long  (ValueError)
+  + MissingDependency    an extra of kvstow is not installed           (ImportError)
+"""
+
+
+class KvstowError(Exception):
+    """Base of all errors raised by kvstow."""
+
+
+class SchemeError(KvstowError, ValueError):
+    """A scheme string or its fields are invalid."""
+
+
+class UnsupportedModel(KvstowError, ValueError):
+    """The model has a shape that the scheme cannot store."""
+
+
+class ModelNotFound(KvstowError, FileNotFoundError):
+    """There are no model weights where the user pointed."""
+
+
+class ModelFileError(KvstowError, ValueError):
+    """A model file is truncated, of another architecture, or otherwise unreadable."""
+
+
+class PromptError(KvstowError, ValueError):
+    """The prompt is empty, unreadable, or longer than the model's context."""
+
+
+class MissingDependency(KvstowError, ImportError):
+    """An optional part of kvstow is needed and not installed."""
