@@ -1,1 +1,77 @@
-"""cli."""
+"""The ``kvstow`` command: parse, call one function, print.
+
+Commands are imported when they run, so that ``kvstow --help`` is quick and
+``kvstow fit`` needs no array framework. Exit codes: 0, 1 for kvstow's own
+errors and missing extras, 2 for usage, 130 for an interrupt.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from kvstow.errors import KvstowError, MissingDependency
+
+# name -> (module, one line of help); the module holds the command under the same name.
+COMMANDS = {
+    "generate": ("kvstow.cli.generate", "Generate text with a quantised KV cache."),
+    "fit": ("kvstow.cli.fit", "Say what a context costs under each scheme, without weights."),
+    "bench": ("kvstow.cli.bench", "Measure speed and bytes under each scheme."),
+}
+EXTRAS = dict.fromkeys(("mlx", "mlx_lm", "gguf", "transformers", "tokenizers"), "mlx")
+INTERRUPTED = 130
+
+
+class Main(click.Group):
+    """A group of lazy commands that prints kvstow's own errors as one line, and no others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Name the commands, in the order a user meets them."""
+        return [name for name, (module, _) in COMMANDS.items() if find_spec(module)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        rows = [(name, COMMANDS[name][1]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and end with the exit codes of this module's docstring."""
+        try:
+            return super().invoke(ctx)
+        except KvstowError as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            missing = missing_extra(error)
+            if missing is None:
+                raise
+            raise click.ClickException(str(missing)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def missing_extra(error: ModuleNotFoundError) -> MissingDependency | None:
+    """Turn a failed import into what to install, if an extra of kvstow brings the module."""
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        return None
+    extra = EXTRAS[module]
+    return MissingDependency(
+        f"this needs the Python module {module!r}, which is not installed; "
+        f"install it with: pip install 'kvstow[{extra}]'"
+    )
+
+
+@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvstow")
+def main() -> None:
+    """Keep the KV cache of a language model in few bits."""

@@ -1,0 +1,67 @@
+"""Option types shared by all commands."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from kvstow.errors import SchemeError
+from kvstow.scheme import Scheme
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d{1,2})?) ?(?P<unit>[a-z]*)", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def scheme(value: str) -> Scheme:
+    """Read ``turbo:k8v3``; a `SchemeError` is a usage error on the flag."""
+    try:
+        return Scheme.parse(value)
+    except SchemeError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def size(value: str) -> int:
+    """Read ``24GB`` as bytes. GB is 10^9 bytes, GiB is 2^30."""
+    match = _SIZE.fullmatch(str(value).strip())
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    n_bytes = int(float(match["number"]) * unit) if match and unit else 0
+    if n_bytes < 1:
+        raise click.BadParameter(
+            f"{value!r} is not a size; expected a number of bytes with or without a unit, "
+            "for example 24GB (10^9 bytes), 24GiB (2^30 bytes), 512MB or 16e9"
+        )
+    return n_bytes
+
+
+kv_quant = click.option(
+    "--kv-quant",
+    type=scheme,
+    default=Scheme.default,
+    show_default=True,
+    help="How keys and values are stored: off, affine:<bits> or turbo:k<bits>v<bits>.",
+)
+
+
+def kv_quants(default: Sequence[str]) -> Callable[[Any], Any]:
+    """Make a ``--kv-quant`` that may be repeated, for commands that compare schemes."""
+    return click.option(
+        "--kv-quant",
+        "schemes",
+        type=scheme,
+        multiple=True,
+        default=default,
+        help=f"A scheme to show; may be repeated.  [default: {', '.join(default)}]",
+    )
+
+
+model = click.option(
+    "--model",
+    required=True,
+    help="smollm2 (the demo model), a directory that mlx-lm can load, or a GGUF file.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
