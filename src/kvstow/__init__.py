@@ -12,9 +12,12 @@ from kvstow.errors import (
     SchemeError,
     UnsupportedModel,
 )
+from kvstow.integrations import AttachReport, KVUsage, attach, attached, detach, usage
 from kvstow.scheme import Scheme
 
 __all__ = [
+    "AttachReport",
+    "KVUsage",
     "KvstowError",
     "MissingDependency",
     "ModelFileError",
@@ -23,4 +26,8 @@ __all__ = [
     "Scheme",
     "SchemeError",
     "UnsupportedModel",
+    "attach",
+    "attached",
+    "detach",
+    "usage",
 ]

@@ -1,1 +1,94 @@
-"""integrations."""
+"""Adapters to the frameworks that own the model.
+
+The public functions find the adapter by the type of the model, as
+`codec.backend_of` does for arrays, and import nothing that the caller has not.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvstow.errors import UnsupportedModel
+from kvstow.integrations.report import AttachReport, Fetch, KVUsage
+from kvstow.scheme import Scheme
+
+__all__ = ["AttachReport", "KVUsage", "attach", "attached", "detach", "usage"]
+
+_HOSTS = {"mlx": "mlx_lm"}
+
+
+def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") -> AttachReport:
+    """Make `model` create caches under `scheme` for its full-attention layers.
+
+    Sets ``model.make_cache``, the hook that mlx-lm itself asks, on this one
+    instance: generate, chat and every other user of `make_prompt_cache` follow. A
+    model that is attached already changes its scheme. ``None`` or ``"off"`` detaches.
+
+    Args:
+        model: An mlx-lm model.
+        scheme: See `Scheme`.
+        fetch: ``"eager"`` decodes the window for the host's attention; ``"deferred"``
+            un-rotates the output instead of every value, and is refused where the
+            model's own code needs real arrays; ``"auto"`` takes deferred where it can.
+
+    Returns:
+        Per layer, what is quantised and what stays and why.
+
+    Raises:
+        SchemeError: If `scheme` is not in the grammar.
+        ValueError: If `fetch` is not one of the three.
+        UnsupportedModel: If the scheme cannot store this model's keys and values,
+            or would apply to no layer. Nothing has been changed then.
+    """
+    parsed = Scheme.parse(scheme)
+    if fetch not in ("auto", "eager", "deferred"):
+        raise ValueError(f"fetch must be 'auto', 'eager' or 'deferred', got {fetch!r}")
+    report: AttachReport = _adapter(model).attach(model, parsed, fetch)
+    return report
+
+
+def detach(model: Any) -> None:
+    """Undo `attach`: new caches are the host's own. A model not attached stays as it is.
+
+    Raises:
+        UnsupportedModel: If `model` belongs to no known framework.
+    """
+    _adapter(model).detach(model)
+
+
+@contextmanager
+def attached(
+    model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto"
+) -> Iterator[AttachReport]:
+    """`attach` for the length of a ``with`` block; an earlier attachment comes back after it.
+
+    Raises:
+        SchemeError: As `attach`.
+        UnsupportedModel: As `attach`.
+    """
+    adapter = _adapter(model)
+    before = adapter.attachment(model)
+    report = attach(model, scheme, fetch=fetch)
+    try:
+        yield report
+    finally:
+        adapter.restore(model, before)
+
+
+def usage(cache: list[Any]) -> KVUsage:
+    """Bytes and tokens of a prompt cache, whoever made it.
+
+    Args:
+        cache: As ``mlx_lm.models.cache.make_prompt_cache(model)`` returns it.
+    """
+    measured: KVUsage = importlib.import_module(f"{__name__}.mlx_lm").usage(cache)
+    return measured
+
+
+def _adapter(model: Any) -> Any:
+    for base in type(model).__mro__:
+        framework = base.__module__.partition(".")[0]
+        if framework in _HOSTS:
+            return importlib.import_module(f"{__name__}.{_HOSTS[framework]}")
+    raise UnsupportedModel(f"expected an mlx-lm model, got {type(model).__name__}")

@@ -1,0 +1,15 @@
+"""kvstow inside mlx-lm: caches of its protocol, and the hook that makes it use them."""
+
+from kvstow.integrations.mlx_lm.attach import attach, attachment, detach, restore
+from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.usage import usage
+
+__all__ = [
+    "DeferredKVCache",
+    "PackedKVCache",
+    "attach",
+    "attachment",
+    "detach",
+    "restore",
+    "usage",
+]

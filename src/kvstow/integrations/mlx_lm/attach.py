@@ -1,0 +1,191 @@
+"""`attach`: the hook that makes mlx-lm create caches under a scheme.
+
+mlx-lm asks ``model.make_cache()`` wherever it needs a prompt cache. Attaching
+sets that attribute on the instance to a `CacheFactory`; detaching takes it
+away, so the attribute itself is the only state.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models import cache as host
+
+from kvstow.errors import UnsupportedModel
+from kvstow.integrations.mlx_lm import deferred, probe
+from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.report import AttachReport, LayerReport
+from kvstow.scheme import Affine, Off, Scheme, Turbo
+
+
+@dataclass(frozen=True)
+class CacheFactory:
+    """What ``model.make_cache`` becomes.
+
+    Attributes:
+        make_plain: Makes the caches that the model had before.
+        report: What was decided, layer by layer.
+        own: The instance's own ``make_cache`` that this one replaced, if it had one.
+    """
+
+    make_plain: Any
+    report: AttachReport
+    own: Any
+
+    def __call__(self) -> list[Any]:
+        """A prompt cache: the quantised layers under the scheme, the others as before."""
+        return _under(self.report.scheme, self.report.fetch, self._quantised, self.make_plain())
+
+    @property
+    def _quantised(self) -> set[int]:
+        return {layer.index for layer in self.report.layers if layer.quantised}
+
+
+def attach(model: Any, scheme: Scheme, fetch: str) -> AttachReport:
+    """See `kvstow.attach`.
+
+    Raises:
+        UnsupportedModel: As there; the model is unchanged then.
+    """
+    before = attachment(model)
+    make_plain = before.make_plain if before else _plain_maker(model)
+    reasons = _decide(model, scheme, make_plain)
+    indices = {i for i, reason in enumerate(reasons) if not reason}
+    path, why = _choose_fetch(model, scheme, fetch, make_plain, indices)
+    layers = tuple(
+        LayerReport(i, not reason, reason, "host" if reason else path)
+        for i, reason in enumerate(reasons)
+    )
+    report = AttachReport(scheme, path, why, layers)
+    own = before.own if before else vars(model).get("make_cache")
+    restore(model, None if isinstance(scheme, Off) else CacheFactory(make_plain, report, own))
+    return report
+
+
+def detach(model: Any) -> None:
+    """See `kvstow.detach`."""
+    restore(model, None)
+
+
+def attachment(model: Any) -> CacheFactory | None:
+    """The factory that `attach` set on this model, if any."""
+    factory = vars(model).get("make_cache")
+    return factory if isinstance(factory, CacheFactory) else None
+
+
+def restore(model: Any, factory: CacheFactory | None) -> None:
+    """Put `factory` in the place of whatever is attached to the model now."""
+    before = attachment(model)
+    if factory is not None:
+        if factory.report.fetch == "deferred":
+            deferred.install()
+        model.make_cache = factory
+    elif before is not None:
+        if before.own is not None:
+            model.make_cache = before.own
+        else:
+            del model.make_cache
+    if before is not None and before.report.fetch == "deferred":
+        deferred.remove()
+
+
+def _plain_maker(model: Any) -> Any:
+    return getattr(model, "make_cache", lambda: [host.KVCache() for _ in model.layers])
+
+
+def _under(scheme: Scheme, fetch: str, indices: set[int], caches: list[Any]) -> list[Any]:
+    """`caches` with fresh ones of the scheme at `indices`."""
+    return [_new_cache(scheme, fetch) if i in indices else c for i, c in enumerate(caches)]
+
+
+def _new_cache(scheme: Scheme, fetch: str) -> Any:
+    if isinstance(scheme, Affine):
+        return host.QuantizedKVCache(group_size=scheme.group_size, bits=scheme.bits)
+    if isinstance(scheme, Turbo):
+        return DeferredKVCache(scheme) if fetch == "deferred" else PackedKVCache(scheme)
+    raise TypeError(f"no cache for {scheme!r}")
+
+
+def _decide(model: Any, scheme: Scheme, make_plain: Any) -> list[str]:
+    """Per cache, why it stays as it is; empty where the scheme applies.
+
+    Raises:
+        UnsupportedModel: If the scheme cannot store a full-attention layer, or there is none.
+    """
+    caches = make_plain()
+    if isinstance(scheme, Off):
+        return ["the scheme is off"] * len(caches)
+    _refuse_mla(model, scheme)
+    shapes = probe.plain_shapes(model, caches)
+    for key_width, value_width in set(shapes.values()):
+        scheme.check_head_dim(key_width)
+        scheme.check_head_dim(value_width)
+        if key_width != value_width:
+            raise UnsupportedModel(
+                f"{scheme} needs keys and values of one head_dim, "
+                f"the model has {key_width} and {value_width}"
+            )
+    reasons = ["" if i in shapes else _why_kept(c) for i, c in enumerate(caches)]
+    if all(reasons):
+        raise UnsupportedModel(
+            f"{scheme} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
+        )
+    return reasons
+
+
+def _refuse_mla(model: Any, scheme: Scheme) -> None:
+    """Latent attention stores one joint vector per token, not keys and values per head.
+
+    Raises:
+        UnsupportedModel: If the model's configuration has a ``kv_lora_rank``.
+    """
+    for owner in (model, getattr(model, "language_model", None)):
+        rank = getattr(getattr(owner, "args", None), "kv_lora_rank", None)
+        if rank:
+            raise UnsupportedModel(
+                f"{scheme} stores keys and values per head; this model has multi-head latent "
+                f"attention (kv_lora_rank {rank}), whose cache is compressed already"
+            )
+
+
+def _why_kept(cache: Any) -> str:
+    name = type(cache).__name__
+    if isinstance(cache, host.RotatingKVCache):
+        return f"sliding window of {cache.max_size} tokens keeps its rotating cache"
+    if isinstance(cache, host.ArraysCache):
+        return "recurrent layer has a state, not keys and values"
+    if isinstance(cache, host.KVCache):
+        return "the model stores nothing in this cache"
+    return f"{name} is not a full-attention cache"
+
+
+def _choose_fetch(
+    model: Any, scheme: Scheme, fetch: str, make_plain: Any, indices: set[int]
+) -> tuple[str, str]:
+    """The path of the quantised layers, and why it is not the one that auto prefers.
+
+    Raises:
+        UnsupportedModel: If the path asked for does not work on this model.
+    """
+    if isinstance(scheme, Off):
+        return "host", ""
+    if not isinstance(scheme, Turbo):
+        if fetch != "auto":
+            raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {scheme}")
+        _check_runs(model, scheme, "host", make_plain, indices)
+        return "host", ""
+    bare = Turbo(scheme.key_bits, scheme.value_bits)  # its options only delay what is probed
+    why = ""
+    if fetch != "eager":
+        caches = _under(bare, "deferred", indices, make_plain())
+        why = probe.deferred_refusal(model, caches, len(indices))
+        if not why:
+            return "deferred", ""
+        if fetch == "deferred":
+            raise UnsupportedModel(f"this model cannot take packed windows: {why}")
+    _check_runs(model, bare, "eager", make_plain, indices)
+    return "eager", why
+
+
+def _check_runs(model: Any, scheme: Scheme, path: str, make_plain: Any, indices: set[int]) -> None:
+    if error := probe.refusal(model, _under(scheme, path, indices, make_plain())):
+        raise UnsupportedModel(f"this model does not run on {scheme} caches: {error}")

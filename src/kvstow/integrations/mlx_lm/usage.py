@@ -1,0 +1,60 @@
+"""Bytes and tokens of a prompt cache, counted where they are allocated."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import QuantizedKVCache
+
+from kvstow.codec import mlx as codec
+from kvstow.integrations.mlx_lm.cache import PackedKVCache
+from kvstow.integrations.report import KVUsage
+from kvstow.scheme import GROUP_SIZE
+
+
+def usage(cache: list[Any]) -> KVUsage:
+    """See `kvstow.usage`."""
+    return KVUsage(
+        # mlx-lm's quantised cache cannot count itself before its first append.
+        bytes=sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in cache),
+        bytes_bf16=sum(map(_bytes_bf16, cache)),
+        tokens=max((int(getattr(c, "offset", 0)) for c in cache), default=0),
+        capacity_tokens=max(map(_capacity, cache), default=0),
+        nonfinite_groups=sum(map(_nonfinite_groups, cache)),
+    )
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    leaves: Any = tree_flatten(cache.state)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _capacity(cache: Any) -> int:
+    if isinstance(cache, PackedKVCache):
+        return cache.capacity
+    keys = getattr(cache, "keys", None)
+    if keys is None:
+        return 0
+    return int((keys[0] if isinstance(keys, tuple | list) else keys).shape[-2])
+
+
+def _bytes_bf16(cache: Any) -> int:
+    """The same elements in two bytes each, whatever they are stored as."""
+    elements: int
+    if cache.empty():
+        return 0
+    if isinstance(cache, PackedKVCache) and cache.is_packed:
+        keys, values = cache.window().keys, cache.window().values
+        elements = (keys.scales.size + values.scales.size) * GROUP_SIZE
+    elif isinstance(cache, QuantizedKVCache) and cache.keys and cache.values:
+        elements = (cache.keys[1].size + cache.values[1].size) * cache.group_size
+    else:
+        elements = sum(int(a.size) for a in _arrays(cache))
+    return 2 * elements
+
+
+def _nonfinite_groups(cache: Any) -> int:
+    if not isinstance(cache, PackedKVCache) or not cache.is_packed:
+        return 0
+    keys, values = cache.packed()
+    return codec.count_nonfinite(keys) + codec.count_nonfinite(values)

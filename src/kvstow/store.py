@@ -1,0 +1,113 @@
+"""Packed planes that grow along the token axis.
+
+One `PackedStore` is one layer's keys and values in the layout of
+`codec.layout`: five planes ``(b, h, capacity, *)``, of which the first
+`offset` tokens are data and the rest is zeros or overwritten history. It moves
+bytes and never decodes or encodes, so a slice, a trim or a growth is exact.
+
+It works on arrays of numpy, MLX or PyTorch alike: the caller hands in the
+array namespace, and nothing here imports one.
+"""
+
+import copy
+from typing import Any
+
+from kvstow.codec.layout import PackedKeys, PackedValues
+
+STEP_TOKENS = 256  # capacity is a multiple of this, as in mlx-lm's own cache
+
+
+class PackedStore:
+    """One layer's packed keys and values.
+
+    Args:
+        xp: The array namespace of the planes (``numpy``, ``mlx.core``, ...), which
+            has ``zeros`` and ``concatenate``.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._planes: tuple[Any, ...] = ()
+        self.offset = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before the planes grow."""
+        return int(self._planes[0].shape[2]) if self._planes else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, the unused capacity included."""
+        return sum(int(plane.nbytes) for plane in self._planes)
+
+    @property
+    def planes(self) -> tuple[Any, ...]:
+        """Fresh handles of the five whole planes, or ``()`` before the first append."""
+        return tuple(map(copy.copy, self._planes))
+
+    def restore(self, planes: tuple[Any, ...], offset: int) -> None:
+        """Take the planes and offset of another store.
+
+        Handles are copied, not data: MLX updates an array object in place, and a
+        shared object would change under its other owner.
+
+        Raises:
+            ValueError: If `offset` tokens do not fit in `planes`.
+        """
+        capacity = int(planes[0].shape[2]) if planes else 0
+        if not 0 <= offset <= capacity:
+            raise ValueError(f"offset must be in 0..{capacity} (the capacity), got {offset}")
+        self._planes = tuple(map(copy.copy, planes))
+        self.offset = offset
+
+    def append(self, keys: PackedKeys, values: PackedValues) -> None:
+        """Write tokens after the last one, growing the planes when they are full."""
+        new = (*keys, *values)
+        start, end = self.offset, self.offset + int(new[0].shape[2])
+        if end > self.capacity:
+            self._grow(new, end)
+        else:
+            for plane, rows in zip(self._planes, new, strict=True):
+                plane[:, :, start:end] = rows
+        self.offset = end
+
+    def trim(self, n_tokens: int) -> int:
+        """Forget up to `n_tokens` tokens from the end; returns how many."""
+        n_tokens = min(self.offset, n_tokens)
+        self.offset -= n_tokens
+        return n_tokens
+
+    def window(self) -> tuple[PackedKeys, PackedValues]:
+        """The stored tokens, ``(b, h, offset, *)``."""
+        return _pairs(plane[:, :, : self.offset] for plane in self._planes)
+
+    def allocated(self) -> tuple[PackedKeys, PackedValues]:
+        """The whole planes, ``(b, h, capacity, *)``: contiguous, for kernels that want that."""
+        return _pairs(self._planes)
+
+    def _grow(self, new: tuple[Any, ...], end: int) -> None:
+        pad = -end % STEP_TOKENS
+        old = self._planes or (None,) * len(new)
+        self._planes = tuple(
+            self._xp.concatenate(
+                [
+                    part
+                    for part in (self._kept(plane), rows, self._zeros(rows, pad))
+                    if part is not None
+                ],
+                axis=2,
+            )
+            for plane, rows in zip(old, new, strict=True)
+        )
+
+    def _kept(self, plane: Any) -> Any:
+        return plane[:, :, : self.offset] if plane is not None and self.offset else None
+
+    def _zeros(self, like: Any, n_tokens: int) -> Any:
+        b, h, _, width = like.shape
+        return self._xp.zeros((b, h, n_tokens, width), dtype=like.dtype) if n_tokens else None
+
+
+def _pairs(planes: Any) -> tuple[PackedKeys, PackedValues]:
+    codes, scales, zeros, value_codes, value_scales = planes
+    return PackedKeys(codes, scales, zeros), PackedValues(value_codes, value_scales)
