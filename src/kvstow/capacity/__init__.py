@@ -1,0 +1,34 @@
+"""What a context costs on a model, from its config alone.
+
+`read_shape` turns a config.json into layers that hold keys and values;
+`cost`, `bytes_per_token` and `max_tokens` do the arithmetic. No weights and no
+framework are needed.
+"""
+
+from kvstow.capacity.budget import (
+    PREFILL_TOKENS,
+    STEP_TOKENS,
+    Cost,
+    Fit,
+    bytes_per_token,
+    check_scheme,
+    cost,
+    max_tokens,
+)
+from kvstow.capacity.families import FAMILIES
+from kvstow.capacity.shapes import LayerShape, ModelShape, read_shape
+
+__all__ = [
+    "FAMILIES",
+    "PREFILL_TOKENS",
+    "STEP_TOKENS",
+    "Cost",
+    "Fit",
+    "LayerShape",
+    "ModelShape",
+    "bytes_per_token",
+    "check_scheme",
+    "cost",
+    "max_tokens",
+    "read_shape",
+]

@@ -1,0 +1,158 @@
+"""Bytes of a context, and the context that fits in some bytes.
+
+What is counted beside the weights, for one sequence of ``T`` tokens:
+
+cache
+    Every full layer, at the bytes of the scheme, for ``T`` rounded up to
+    `STEP_TOKENS`: caches grow in steps.
+fixed
+    Every sliding layer, in the model's own dtype. mlx-lm holds the window and
+    one chunk of the prompt while it reads the prompt, less a token.
+working
+    What lives only while a step runs, at its largest, when the last chunk of
+    the prompt passes one layer (mlx frees a layer's arrays before the next):
+
+    - logits of the next token and their log-probabilities, ``8 * vocab_size``;
+    - activations, for each token of a chunk of `PREFILL_TOKENS`: residual
+      stream and norm of it, twice; queries, keys, values and the output of
+      attention; gate, up and product of the feed-forward layer;
+    - one layer's cache once more, since growing it copies it;
+    - turbo: one layer's keys and values, decoded for attention;
+    - affine: the scores ``heads * chunk * T``, which mlx-lm's quantised
+      attention holds whole. The other schemes are counted with the fused
+      attention of a GPU, which holds none.
+
+The framework's own allocations, its cache of freed buffers and a batch of more
+than one sequence are not counted.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstow.capacity.shapes import LayerShape, ModelShape
+from kvstow.errors import UnsupportedModel
+from kvstow.scheme import Affine, Off, Scheme, Turbo
+
+STEP_TOKENS = 256
+PREFILL_TOKENS = 2048  # mlx-lm's default prefill_step_size
+FLOAT32_BYTES = 4
+_UNBOUNDED_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes of one context, beside the weights; the module says what each part is."""
+
+    cache_bytes: int
+    fixed_bytes: int
+    working_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return self.cache_bytes + self.fixed_bytes + self.working_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The longest context that fits.
+
+    Args:
+        tokens: Its length; None if nothing bounds it.
+        bound: What stopped it: ``memory``, the ``model``'s own limit, or ``nothing``.
+    """
+
+    tokens: int | None
+    bound: Literal["memory", "model", "nothing"]
+
+
+def check_scheme(shape: ModelShape, scheme: Scheme) -> None:
+    """Refuse a scheme that cannot store this model, or that would change nothing.
+
+    Raises:
+        UnsupportedModel: If a head_dim does not suit, or no layer's cache grows.
+    """
+    if isinstance(scheme, Off):
+        return
+    growing = shape.of_kind("full")
+    if not growing:
+        raise UnsupportedModel(
+            f"{scheme} would apply to no layer: {shape.model_type} has no cache that grows"
+        )
+    for layer in growing:
+        scheme.check_head_dim(layer.head_dim)
+
+
+def bytes_per_token(shape: ModelShape, scheme: Scheme) -> int:
+    """Bytes by which one more token makes the cache larger, over all layers."""
+    return _layer_bytes(shape, scheme, *shape.of_kind("full"))
+
+
+def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
+    """What `tokens` tokens of context take beside the weights."""
+    chunk = min(tokens, PREFILL_TOKENS)
+    growing = shape.of_kind("full")
+    return Cost(
+        cache_bytes=_cache_bytes(shape, scheme, tokens, *growing),
+        fixed_bytes=sum(
+            _layer_bytes(shape, Off(), layer) * min(tokens, layer.window - 1 + chunk)
+            for layer in shape.of_kind("sliding")
+        ),
+        working_bytes=2 * shape.vocab_size * FLOAT32_BYTES
+        + chunk * _activation_bytes(shape)
+        + max((_cache_bytes(shape, scheme, tokens, layer) for layer in growing), default=0)
+        + _attention_bytes(shape, scheme, chunk, tokens),
+    )
+
+
+def max_tokens(shape: ModelShape, scheme: Scheme, memory_bytes: int) -> Fit:
+    """The longest context whose `cost` is at most `memory_bytes`."""
+    limit = shape.max_tokens or _UNBOUNDED_TOKENS
+    if cost(shape, scheme, limit).total_bytes <= memory_bytes:
+        return Fit(limit, "model") if shape.max_tokens else Fit(None, "nothing")
+    fits, too_many = 0, limit
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if cost(shape, scheme, middle).total_bytes <= memory_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return Fit(fits, "memory")
+
+
+def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
+    return sum(
+        layer.n_kv_heads * scheme.bytes_per_token(layer.head_dim, dtype_bytes=shape.dtype_bytes)
+        for layer in layers
+    )
+
+
+def _cache_bytes(shape: ModelShape, scheme: Scheme, tokens: int, *layers: LayerShape) -> int:
+    allocated = _layer_bytes(shape, scheme, *layers) * _in_steps(tokens)
+    if isinstance(scheme, Turbo) and scheme.start_tokens:
+        # Until then the cache is plain, and that may be the larger of the two.
+        plain_tokens = min(tokens, scheme.start_tokens - 1)
+        return max(allocated, _layer_bytes(shape, Off(), *layers) * _in_steps(plain_tokens))
+    return allocated
+
+
+def _in_steps(tokens: int) -> int:
+    return -(-tokens // STEP_TOKENS) * STEP_TOKENS
+
+
+def _activation_bytes(shape: ModelShape) -> int:
+    """Bytes of one token's activations in one layer."""
+    attending = [layer for layer in shape.layers if layer.kind != "recurrent"]
+    heads = max(
+        ((shape.n_heads + layer.n_kv_heads) * layer.head_dim for layer in attending), default=0
+    )
+    return (4 * shape.hidden_size + 2 * heads + 3 * shape.ffn_size) * shape.dtype_bytes
+
+
+def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int) -> int:
+    growing = shape.of_kind("full")
+    if isinstance(scheme, Affine) and growing:
+        return shape.n_heads * chunk * tokens * shape.dtype_bytes
+    if isinstance(scheme, Turbo):
+        return max((_layer_bytes(shape, Off(), layer) * tokens for layer in growing), default=0)
+    return 0
