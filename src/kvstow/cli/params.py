@@ -61,7 +61,22 @@ def kv_quants(default: Sequence[str]) -> Callable[[Any], Any]:
 
 model = click.option(
     "--model",
-    required=True,
-    help="smollm2 (the demo model), a directory that mlx-lm can load, or a GGUF file.",
+    default="smollm2",
+    show_default=True,
+    help="smollm2 (the demo model), a GGUF file, a directory that mlx-lm can load, or a hub id.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+fetch = click.option(
+    "--fetch",
+    type=click.Choice(["auto", "eager", "deferred"]),
+    default="auto",
+    show_default=True,
+    help="How attention reaches packed tokens: eager decodes keys and values, deferred "
+    "un-rotates the output instead of every value; auto is deferred where the model can.",
+)
+dtype = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of weights and activations.  [default: as stored; for GGUF files float32 on CPU, "
+    "bfloat16 elsewhere]",
+)

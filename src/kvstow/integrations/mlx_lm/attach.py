@@ -35,6 +35,20 @@ class CacheFactory:
         """A prompt cache: the quantised layers under the scheme, the others as before."""
         return _under(self.report.scheme, self.report.fetch, self._quantised, self.make_plain())
 
+    def convert(self, caches: list[Any]) -> list[Any]:
+        """The tokens of plain `caches`, in a prompt cache like those this factory makes.
+
+        A layer that is not quantised keeps its very cache: deepcopy it first where both
+        prompt caches are used on.
+        """
+        fresh = self()
+        for i in self._quantised:
+            if isinstance(fresh[i], PackedKVCache):
+                fresh[i] = type(fresh[i]).from_kv_cache(caches[i], fresh[i].scheme)
+            else:
+                fresh[i] = caches[i].to_quantized(fresh[i].group_size, fresh[i].bits)
+        return [new if i in self._quantised else caches[i] for i, new in enumerate(fresh)]
+
     @property
     def _quantised(self) -> set[int]:
         return {layer.index for layer in self.report.layers if layer.quantised}

@@ -1,0 +1,183 @@
+"""``kvstow generate``: answer one prompt, and say what the KV cache took."""
+
+import json
+import sys
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstow.blas import use_fast_blas
+from kvstow.cli import params
+from kvstow.cli.progress import progress_bar
+from kvstow.models import load
+from kvstow.scheme import Scheme
+
+if TYPE_CHECKING:
+    from kvstow.session import Sampling, Session, Summary
+
+# Below this many prompt tokens a prefill is over before a bar can be read.
+LONG_PROMPT_TOKENS = 512
+
+
+@click.command()
+@params.model
+@params.kv_quant
+@params.fetch
+@click.option("--prompt", "-p", help="The prompt; - reads it from standard input.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A UTF-8 text file that holds the prompt.",
+)
+@click.option("--system-prompt", help="The system turn of the chat template.")
+@click.option(
+    "--chat-template/--no-chat-template",
+    default=True,
+    show_default=True,
+    help="Whether the prompt is wrapped as a chat turn, where the tokenizer can.",
+)
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Most tokens to generate.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 takes the most likely token.",
+)
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1), default=0.0, help="Nucleus sampling; 0 is off."
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, help="Draw from the k most likely; 0 is off."
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Least probability relative to the most likely token's.",
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Of the random generator.")
+@params.dtype
+@params.as_json
+def generate(
+    *,
+    model: str,
+    kv_quant: Scheme,
+    fetch: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    system_prompt: str | None,
+    chat_template: bool,
+    max_tokens: int,
+    dtype: str | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Answer a prompt with the KV cache stored under a scheme.
+
+    The text goes to standard output as it comes; a summary of speed and memory
+    follows on standard error. With --json, standard output is one JSON object.
+    """
+    text = read_prompt(prompt, prompt_file)
+    check_sampling(sampling)
+    click.echo(use_fast_blas().notice, err=True)
+    with progress_bar("loading") as step:
+        loaded, tokenizer = load(model, dtype=dtype, progress=step)
+    runs: Any = import_module("kvstow.session")
+    session: Session = runs.Session(loaded, tokenizer, kv_quant, fetch=fetch)
+    tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
+    answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json)
+    summary = session.summary
+    if summary is None:
+        raise RuntimeError("the run ended without a summary")
+    if as_json:
+        click.echo(json.dumps({"text": answer, **summary.as_dict()}))
+    else:
+        click.echo(describe(summary), err=True)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text of the one prompt source that was given.
+
+    Raises:
+        click.UsageError: If none or both were given, or the text is empty or not UTF-8.
+    """
+    if (prompt is None) == (prompt_file is None):
+        got = "both" if prompt is not None else "neither"
+        raise click.UsageError(f"give exactly one of --prompt and --prompt-file, got {got}")
+    try:
+        if prompt_file is not None:
+            text, source = prompt_file.read_text(encoding="utf-8"), str(prompt_file)
+        elif prompt == "-":
+            text, source = sys.stdin.buffer.read().decode("utf-8"), "standard input"
+        else:
+            text, source = prompt or "", "--prompt"
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the prompt is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read the prompt: {error}") from error
+    if not text.strip():
+        raise click.UsageError(f"the prompt is empty ({source})")
+    return text
+
+
+def check_sampling(options: dict[str, Any]) -> None:
+    """Refuse options that a temperature of 0 would silently ignore.
+
+    Raises:
+        click.UsageError: If one of them is set.
+    """
+    if options["temp"] == 0:
+        for name in ("top_p", "top_k", "min_p"):
+            if options[name]:
+                flag = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{flag} needs --temp above 0, got --temp 0")
+
+
+def describe(summary: "Summary") -> str:
+    """The summary for people, several lines."""
+    kv = summary.kv
+    lines = [
+        "",
+        f"scheme      {summary.report}",
+        f"prompt      {summary.prompt_tokens} tokens, {summary.prompt_tokens_per_s:.1f} tokens/s",
+        f"generation  {summary.generation_tokens} tokens, "
+        f"{summary.generation_tokens_per_s:.1f} tokens/s ({summary.finish_reason})",
+        f"KV cache    {kv.bytes:,} bytes for {kv.tokens} tokens (room for {kv.capacity_tokens}); "
+        f"bf16 would take {kv.bytes_bf16:,}: {kv.ratio:.2f}x",
+        f"memory      {summary.peak_memory_bytes:,} bytes at the peak, weights included",
+    ]
+    if kv.nonfinite_groups:
+        lines.append(f"warning     {kv.nonfinite_groups} groups of NaN or inf from the model")
+    return "\n".join(lines)
+
+
+def _stream(
+    session: "Session",
+    tokens: list[int],
+    max_tokens: int,
+    sampling: "Sampling",
+    *,
+    echo: bool,
+) -> str:
+    with progress_bar("prompt", shown=len(tokens) >= LONG_PROMPT_TOKENS) as step:
+        stream = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, on_prefill=step)
+        first = next(stream, "")
+    pieces = []
+    for piece in chain([first], stream):
+        pieces.append(piece)
+        if echo:
+            click.echo(piece, nl=False)
+    if echo:
+        click.echo()
+    return "".join(pieces)
