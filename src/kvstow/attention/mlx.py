@@ -33,6 +33,11 @@ class PackedWindow:
     n_tokens: int
     scheme: Turbo
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key and of one value."""
+        return int(self.values.scales.shape[-1]) * GROUP_SIZE
+
 
 def attend(
     queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
@@ -61,15 +66,17 @@ def decode_window(
     # The planes are decoded whole: a slice of the token axis is not contiguous, and
     # copying it costs more than decoding the at most 255 unused tokens.
     scheme = window.scheme
-    head_dim = window.values.scales.shape[-1] * GROUP_SIZE
     keys = codec.decode_keys(window.keys, bits=scheme.key_bits, dtype=dtype)
     if rotated:
         values = codec.narrow(
-            codec.dequantize_values(window.values, bits=scheme.value_bits, head_dim=head_dim), dtype
+            codec.dequantize_values(
+                window.values, bits=scheme.value_bits, head_dim=window.head_dim
+            ),
+            dtype,
         )
     else:
         values = codec.decode_values(
-            window.values, bits=scheme.value_bits, head_dim=head_dim, dtype=dtype
+            window.values, bits=scheme.value_bits, head_dim=window.head_dim, dtype=dtype
         )
     return keys[:, :, : window.n_tokens], values[:, :, : window.n_tokens]
 

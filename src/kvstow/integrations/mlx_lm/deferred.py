@@ -44,8 +44,8 @@ def remove() -> None:
 
 
 @contextmanager
-def counting() -> Iterator[_Calls]:
-    """Install for the length of the block, and count the packed windows that arrive."""
+def installed() -> Iterator[_Calls]:
+    """Install for the length of the block; yields the count of packed windows that arrive."""
     _calls.n_packed = 0
     install()
     try:

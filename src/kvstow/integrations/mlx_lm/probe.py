@@ -55,7 +55,7 @@ def deferred_refusal(model: Any, caches: list[Any], n_packed: int) -> str:
         caches: Fresh caches, `n_packed` of them deferred.
         n_packed: How many.
     """
-    with deferred.counting() as calls:
+    with deferred.installed() as calls:
         why = refusal(model, caches)
     if why:
         return why

@@ -1,0 +1,221 @@
+"""Speed and memory of a model's decoding under several schemes, in one run.
+
+Per context length every arm prefills alone (its prompt rate and peak memory),
+then all arms decode in turns, so that a machine that slows down slows all of
+them; medians are reported. mlx-lm's affine caches do not prefill here: their
+attention over a long prompt takes minutes on a CPU. They are converted from the
+plain cache, and their prompt rate and peak are None.
+"""
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from kvstow.codec import mlx as codec
+from kvstow.integrations import attached, usage
+from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, attachment, deferred
+from kvstow.integrations.report import Fetch
+from kvstow.scheme import Affine, Off, Scheme, Turbo
+
+PREFILL_TOKENS = 2048  # mlx-lm's default step
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm at one context length. Times are medians of the run.
+
+    `attention_share` and `encode_share` are the parts of a decode step that reading
+    the cache (decoding included) and encoding one token take when run alone.
+    `decode_vs_off` and the prompt rate's ratio are larger where the arm is faster.
+    """
+
+    scheme: str
+    fetch: str
+    context_tokens: int
+    prompt_tokens_per_s: float | None
+    decode_tokens_per_s: float
+    decode_ms: float
+    decode_vs_off: float | None
+    attention_share: float
+    encode_share: float
+    kv_bytes: int
+    kv_bytes_bf16: int
+    peak_memory_bytes: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row, for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class _Arm:
+    scheme: Scheme
+    fetch: Any
+    prompt_tokens_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+    cache: list[Any] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+
+
+def run(
+    model: Any,
+    schemes: list[Scheme],
+    contexts: list[int],
+    *,
+    fetch: Fetch = "auto",
+    rounds: int = 8,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Iterator[Row]:
+    """Yield a row per context length and scheme.
+
+    Args:
+        model: An mlx-lm model.
+        schemes: The arms, in order.
+        contexts: Tokens in the cache when decoding is timed.
+        fetch: Of the turbo arms.
+        rounds: Decode steps per arm, one in each round.
+        on_step: Told what is being run.
+
+    Raises:
+        UnsupportedModel: If a scheme cannot store this model's keys and values.
+    """
+    for n_tokens in contexts:
+        arms = [_Arm(s, fetch if isinstance(s, Turbo) else "auto") for s in schemes]
+        plain = _prefill_each(model, arms, n_tokens, on_step)
+        for arm in arms:
+            _convert(model, arm, plain)
+        on_step(f"{n_tokens} tokens: decode")
+        with deferred.installed():
+            _decode_in_turns(model, arms, rounds)
+            yield from _rows(arms, n_tokens, model.args.num_attention_heads)
+
+
+def _prefill_each(
+    model: Any, arms: list[_Arm], n_tokens: int, on_step: Callable[[str], None]
+) -> list[Any]:
+    """Time the prompt of every arm that can prefill; returns the plain cache of one of them."""
+    mx.random.seed(0)
+    tokens = mx.random.randint(0, model.args.vocab_size, (1, n_tokens))
+    plain = None
+    # The plain cache is kept, so its arm goes last: no other peak includes it.
+    for arm in sorted(arms, key=lambda arm: isinstance(arm.scheme, Off)):
+        if not isinstance(arm.scheme, Affine):
+            on_step(f"{n_tokens} tokens: prompt under {arm.scheme}")
+            cache = _prefill(model, arm, tokens)
+            plain = cache if isinstance(arm.scheme, Off) else plain
+            del cache
+    if plain is None:
+        with attached(model, "off"):
+            plain = _filled(model, tokens)
+    return plain
+
+
+def _filled(model: Any, tokens: mx.array) -> list[Any]:
+    cache: list[Any] = make_prompt_cache(model)
+    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
+        model(tokens[:, start : start + PREFILL_TOKENS], cache=cache)
+        mx.eval([c.state for c in cache])
+        mx.clear_cache()
+    return cache
+
+
+def _prefill(model: Any, arm: _Arm, tokens: mx.array) -> list[Any]:
+    gc.collect()
+    mx.clear_cache()
+    with attached(model, arm.scheme, fetch=arm.fetch):
+        mx.reset_peak_memory()
+        begin = time.perf_counter()
+        cache = _filled(model, tokens)
+        arm.prompt_tokens_per_s = tokens.shape[1] / (time.perf_counter() - begin)
+        arm.peak_memory_bytes = int(mx.get_peak_memory())
+    return cache
+
+
+def _convert(model: Any, arm: _Arm, plain: list[Any]) -> None:
+    with attached(model, arm.scheme, fetch=arm.fetch) as report:
+        arm.fetch = report.fetch
+        factory = attachment(model)
+        caches = copy.deepcopy(plain)
+        arm.cache = factory.convert(caches) if factory else caches
+        mx.eval([c.state for c in arm.cache])
+
+
+def _decode_in_turns(model: Any, arms: list[_Arm], rounds: int) -> None:
+    token = mx.array([[1]])
+    for _ in range(rounds + 1):  # the first round warms up
+        for arm in arms:
+            begin = time.perf_counter()
+            mx.eval(model(token, cache=arm.cache))
+            arm.step_ms.append(1e3 * (time.perf_counter() - begin))
+
+
+def _rows(arms: list[_Arm], n_tokens: int, n_heads: int) -> Iterator[Row]:
+    medians = [statistics.median(arm.step_ms[1:]) for arm in arms]
+    off_ms = {str(arm.scheme): ms for arm, ms in zip(arms, medians, strict=True)}.get("off")
+    for arm, ms in zip(arms, medians, strict=True):
+        kv = usage(arm.cache)
+        yield Row(
+            scheme=str(arm.scheme),
+            fetch=arm.fetch,
+            context_tokens=n_tokens,
+            prompt_tokens_per_s=_rounded(arm.prompt_tokens_per_s, 2),
+            decode_tokens_per_s=round(1e3 / ms, 2),
+            decode_ms=round(ms, 2),
+            decode_vs_off=_rounded(off_ms / ms if off_ms else None, 3),
+            attention_share=round(_alone_ms(arm, _attention, n_heads) / ms, 3),
+            encode_share=round(_alone_ms(arm, _encode, n_heads) / ms, 3),
+            kv_bytes=kv.bytes,
+            kv_bytes_bf16=kv.bytes_bf16,
+            peak_memory_bytes=arm.peak_memory_bytes,
+        )
+
+
+def _rounded(x: float | None, digits: int) -> float | None:
+    return None if x is None else round(x, digits)
+
+
+def _alone_ms(arm: _Arm, part: Callable[[Any, int], Any], n_heads: int) -> float:
+    """Median time of `part` over the layers that the schemes compete on."""
+    layers = [c for c in arm.cache if isinstance(c, PackedKVCache | QuantizedKVCache | KVCache)]
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        mx.eval([part(c, n_heads) for c in layers])
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])
+
+
+def _attention(cache: Any, n_heads: int) -> Any:
+    if isinstance(cache, DeferredKVCache):
+        keys = values = cache.window()
+        head_dim = keys.head_dim
+    else:
+        keys, values = cache.keys_and_values()
+        plain = keys if isinstance(keys, mx.array) else keys[0]
+        head_dim = plain.shape[-1] * (1 if keys is plain else 32 // cache.bits)
+    queries = mx.random.normal((1, n_heads, 1, head_dim))
+    return base.scaled_dot_product_attention(queries, keys, values, cache, head_dim**-0.5, None)
+
+
+def _encode(cache: Any, _: int) -> Any:
+    """One token into the cache's format; a plain cache has nothing to encode."""
+    if isinstance(cache, QuantizedKVCache) and cache.keys:
+        head_dim = cache.keys[0].shape[-1] * 32 // cache.bits
+        x = mx.random.normal((*cache.keys[0].shape[:2], 1, head_dim))
+        return [mx.quantize(x, group_size=cache.group_size, bits=cache.bits) for _ in "kv"]
+    if isinstance(cache, PackedKVCache):
+        window = cache.window()
+        x = mx.random.normal((*window.keys.scales.shape[:2], 1, window.head_dim))
+        return (
+            codec.encode_keys(x, bits=cache.scheme.key_bits, guard=True),
+            codec.encode_values(x, bits=cache.scheme.value_bits, guard=True),
+        )
+    return ()
