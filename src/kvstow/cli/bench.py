@@ -1,10 +1,8 @@
 """``kvstow bench``: speed and memory under each scheme, on the user's own model."""
 
 import json
-import platform
-import subprocess
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,8 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstow.blas import BlasReport, use_fast_blas
+from kvstow.blas import use_fast_blas
 from kvstow.cli import params
+from kvstow.cli.environment import environment
 from kvstow.models import load
 from kvstow.scheme import Scheme
 
@@ -72,7 +71,8 @@ def bench(
         raise click.UsageError(f"--tokens must be below the model's context of {limit} tokens")
     console = Console(stderr=True)
     measure: Any = import_module("kvstow.bench")
-    about = {"bench": "decode", "model": Path(model).name, **environment(blas)}
+    command = " ".join(["kvstow", *sys.argv[1:]])
+    about = {"bench": "decode", "model": Path(model).name, **environment(command, blas)}
     rows = []
     with console.status("starting") as status:
         runs = measure.run(
@@ -87,34 +87,6 @@ def bench(
                 click.echo(line)
     if not as_json:
         Console().print(table(rows))
-
-
-def environment(blas: BlasReport) -> dict[str, Any]:
-    """What a figure depends on beside the code: command, commit, machine, versions."""
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "command": " ".join(["kvstow", *sys.argv[1:]]),
-        "commit": commit.stdout.strip() or None,
-        "machine": f"{processor()} ({platform.system()} {platform.machine()})",
-        "blas": blas.name,
-        "mlx": metadata.version("mlx"),
-        "mlx_lm": metadata.version("mlx-lm"),
-    }
-
-
-def processor() -> str:
-    """The processor's name, as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
 
 
 def table(rows: list[Any]) -> Table:

@@ -1,0 +1,145 @@
+"""Time of one decode attention over a cache: every width, both fetch paths, against the host.
+
+    python benchmarks/bench_fetch.py --output benchmarks/results/fetch.jsonl
+
+One layer, one query token, batch 1; arms run in turns and medians are taken. An
+arm whose output differs from attention over its own decoded cache is an error,
+never a row. On a GPU the window is cycled over several layers' worth of caches,
+so that it is read from memory and not from the L2 cache.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvstow.blas import use_fast_blas
+
+BLAS = use_fast_blas()
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
+
+from kvstow.attention.mlx import PackedWindow, attend, decode_window  # noqa: E402
+from kvstow.cli.environment import environment  # noqa: E402
+from kvstow.codec import mlx as codec  # noqa: E402
+from kvstow.scheme import KEY_BITS, VALUE_BITS, Turbo  # noqa: E402
+
+SHAPES = {64: (9, 3), 128: (32, 8)}  # head_dim: query heads, KV heads
+TOLERANCE = {mx.float32: 1e-4, mx.bfloat16: 3e-2}
+ON_GPU = mx.default_device().type == mx.DeviceType.gpu
+N_LAYERS = 8 if ON_GPU else 1
+
+
+def packed_window(keys: mx.array, values: mx.array, scheme: Turbo) -> PackedWindow:
+    packed_keys = codec.encode_keys(keys, bits=scheme.key_bits, guard=True)
+    packed_values = codec.encode_values(values, bits=scheme.value_bits, guard=True)
+    mx.eval(packed_keys, packed_values)
+    return PackedWindow(packed_keys, packed_values, keys.shape[2], scheme)
+
+
+def eager(queries: mx.array, window: PackedWindow, scale: float) -> mx.array:
+    keys, values = decode_window(window, queries.dtype, rotated=False)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+
+
+def arms(
+    queries: mx.array, keys: mx.array, values: mx.array, schemes: list[Turbo]
+) -> dict[tuple[str, str], Callable[[], Any]]:
+    scale = queries.shape[-1] ** -0.5
+    keys8, values8 = (mx.quantize(x, group_size=64, bits=8) for x in (keys, values))
+    mx.eval(keys8, values8)
+
+    def off() -> Any:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+
+    def affine() -> Any:
+        # A fresh array each time: mlx-lm scales its queries in place.
+        return quantized_scaled_dot_product_attention(
+            queries + 0, keys8, values8, scale=scale, mask=None, group_size=64, bits=8
+        )
+
+    runs: dict[tuple[str, str], Callable[[], Any]] = {
+        ("off", "host"): off,
+        ("affine:8", "host"): affine,
+    }
+    for scheme in schemes:
+        window = packed_window(keys, values, scheme)
+        decoded = decode_window(window, mx.float32, rotated=False)
+        want = mx.fast.scaled_dot_product_attention(
+            queries.astype(mx.float32), *decoded, scale=scale
+        )
+        for fetch, run in (("eager", eager), ("deferred", _deferred)):
+            got = run(queries, window, scale)
+            worst = float(mx.abs(got.astype(mx.float32) - want).max())
+            if not worst <= TOLERANCE[queries.dtype]:
+                raise SystemExit(f"{scheme} {fetch} is off by {worst}")
+            runs[str(scheme), fetch] = partial(run, queries, window, scale)
+    return runs
+
+
+def _deferred(queries: mx.array, window: PackedWindow, scale: float) -> mx.array:
+    return attend(queries, window, scale=scale)
+
+
+def medians_ms(runs: dict[tuple[str, str], Callable[[], Any]], rounds: int) -> dict[Any, float]:
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 2):
+        for name, run in runs.items():
+            mx.synchronize()
+            begin = time.perf_counter()
+            mx.eval([run() for _ in range(N_LAYERS)])
+            times[name].append(1e3 * (time.perf_counter() - begin) / N_LAYERS)
+    return {name: statistics.median(t[2:]) for name, t in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--all", action="store_true", help="every width pair")
+    options = parser.parse_args()
+    pairs = [(8, 3), (8, 4), (4, 3)]
+    if options.all:
+        pairs = [(k, 3) for k in KEY_BITS] + [(8, v) for v in VALUE_BITS if v != 3]
+    dtype = getattr(mx, options.dtype)
+    for head_dim, (n_heads, n_kv_heads) in SHAPES.items():
+        for n_tokens in options.tokens:
+            mx.random.seed(0)
+            shape = (1, n_kv_heads, n_tokens, head_dim)
+            keys, values = (mx.random.normal(shape).astype(dtype) for _ in "kv")
+            queries = mx.random.normal((1, n_heads, 1, head_dim)).astype(dtype)
+            runs = arms(queries, keys, values, [Turbo(k, v) for k, v in pairs])
+            found = medians_ms(runs, options.rounds)
+            for (scheme, fetch), ms in found.items():
+                row = {
+                    "bench": "fetch",
+                    "scheme": scheme,
+                    "fetch": fetch,
+                    "head_dim": head_dim,
+                    "heads": [n_heads, n_kv_heads],
+                    "tokens": n_tokens,
+                    "dtype": options.dtype,
+                    "median_ms": round(ms, 4),
+                    "vs_off": round(found["off", "host"] / ms, 3),
+                    "vs_affine8": round(found["affine:8", "host"] / ms, 3),
+                    **environment(" ".join(["python", *sys.argv]), BLAS),
+                    "device": str(mx.device_info().get("device_name", mx.default_device())),
+                }
+                line = json.dumps(row)
+                print(f"{head_dim:4} {n_tokens:7} {scheme:12} {fetch:9} {ms:9.3f} ms "
+                      f"{row['vs_off']:6.2f}x off {row['vs_affine8']:6.2f}x affine:8")  # fmt: skip
+                if options.output is not None:
+                    with options.output.open("a") as file:
+                        print(line, file=file)
+
+
+if __name__ == "__main__":
+    main()
