@@ -193,18 +193,17 @@ def test_a_row_that_stays_plain_for_a_while_costs_what_it_was():
 def test_working_memory_is_the_formula_of_the_docstring():
     shape = read_shape(tiny("llama"))
     tokens, chunk = 10_000, PREFILL_TOKENS
-    layer = 2 * 2 * 64 * 4  # KV heads, keys and values, elements, bytes
-    common = 8 * 50 + chunk * (4 * 64 + 2 * (4 + 2) * 64 + 3 * 96) * 4
-    grown = 40 * STEP_TOKENS
-    assert cost(shape, OFF, tokens).working_bytes == common + layer * grown
-    turbo_layer = 2 * TURBO.bytes_per_token(64)
-    assert cost(shape, TURBO, tokens).working_bytes == common + turbo_layer * grown + layer * tokens
+    allocated = 40 * STEP_TOKENS
+    common = 8 * 50 + chunk * (6 * 64 + 2 * (4 + 2 * 2) * 64 + 4 * 96) * 4
+    off_layer = 2 * 2 * 64 * 4 * allocated
+    assert cost(shape, OFF, tokens).working_bytes == common + off_layer
+    turbo_layer = 2 * TURBO.bytes_per_token(64) * allocated
+    codec = 2 * 64 * (2 * 96 * chunk + (7 + 21) * allocated)
+    assert cost(shape, TURBO, tokens).working_bytes == common + turbo_layer + codec
     affine = Scheme.parse("affine:8")
-    affine_layer = 2 * affine.bytes_per_token(64, dtype_bytes=4)
-    assert (
-        cost(shape, affine, tokens).working_bytes
-        == common + affine_layer * grown + 4 * chunk * tokens * 4
-    )
+    affine_layer = 2 * affine.bytes_per_token(64, dtype_bytes=4) * allocated
+    scores = 4 * chunk * tokens * 4
+    assert cost(shape, affine, tokens).working_bytes == common + affine_layer + scores
 
 
 schemes = st.sampled_from(["off", "affine:8", "turbo:k8v3", "turbo:k4v2", "turbo:k8v3+start3000"])

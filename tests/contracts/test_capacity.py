@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvstow import Scheme
-from kvstow.capacity import FAMILIES, cost, read_shape
+from kvstow.capacity import FAMILIES, PREFILL_TOKENS, cost, read_shape
 from kvstow.scheme import Off
 
 mx = pytest.importorskip("mlx.core")
@@ -113,3 +113,29 @@ def test_affine_bytes_are_those_of_mlx_lms_quantised_cache(text):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_is_one_that_mlx_lm_has(model_type):
     assert find_spec(f"mlx_lm.models.{model_type}")
+
+
+@pytest.mark.parametrize("text", ["off", "affine:8", "turbo:k8v3", "turbo:k4v2"])
+def test_a_prompt_peaks_within_the_bytes_that_are_counted(text):
+    integration = pytest.importorskip("kvstow.integrations.mlx_lm")
+    generate = pytest.importorskip("mlx_lm.generate")
+    scheme, tokens = Scheme.parse(text), PREFILL_TOKENS + 500
+    config = COMMON | {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 3}
+    model_class, args_class = utils._get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    mx.eval(model.parameters())
+    integration.attach(model, scheme, "auto")
+    cache = caches.make_prompt_cache(model)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    prompt = mx.zeros(tokens, mx.int32)
+    list(generate.generate_step(prompt, model, prompt_cache=cache, max_tokens=2))
+    peak = mx.get_peak_memory() - before
+    integration.detach(model)
+
+    counted = cost(read_shape(config), scheme, tokens)
+    assert sum(c.nbytes for c in cache) == counted.cache_bytes
+    # mlx's CPU attention holds the scores under every scheme.
+    scores = 4 * PREFILL_TOKENS * tokens * 4
+    bound = counted.total_bytes + (0 if text == "affine:8" else scores)
+    assert bound / 3 < peak <= bound

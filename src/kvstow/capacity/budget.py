@@ -13,14 +13,18 @@ working
     the prompt passes one layer (mlx frees a layer's arrays before the next):
 
     - logits of the next token and their log-probabilities, ``8 * vocab_size``;
-    - activations, for each token of a chunk of `PREFILL_TOKENS`: residual
-      stream and norm of it, twice; queries, keys, values and the output of
-      attention; gate, up and product of the feed-forward layer;
+    - activations, for each token of a chunk of `PREFILL_TOKENS`: the residual
+      stream six times, queries, keys and values twice, and the feed-forward
+      layer four times, in the model's own dtype;
     - one layer's cache once more, since growing it copies it;
-    - turbo: one layer's keys and values, decoded for attention;
+    - turbo: what encoding one chunk and decoding one layer's window hold on
+      the way, `ENCODE_BYTES` and `DECODE_BYTES` for each element;
     - affine: the scores ``heads * chunk * T``, which mlx-lm's quantised
-      attention holds whole. The other schemes are counted with the fused
-      attention of a GPU, which holds none.
+      attention holds whole. For the other schemes the fused attention of a
+      GPU is assumed, which holds none; mlx's CPU back-end holds them too.
+
+    The factors are upper bounds of peaks measured on mlx's CPU back-end, and
+    ``tests/contracts/test_capacity.py`` measures them again.
 
 The framework's own allocations, its cache of freed buffers and a batch of more
 than one sequence are not counted.
@@ -36,6 +40,8 @@ from kvstow.scheme import Affine, Off, Scheme, Turbo
 STEP_TOKENS = 256
 PREFILL_TOKENS = 2048  # mlx-lm's default prefill_step_size
 FLOAT32_BYTES = 4
+ENCODE_BYTES = 96
+DECODE_BYTES = {2: 21, 3: 21, 4: 21, 5: 21, 8: 7}  # by the width of a code
 _UNBOUNDED_TOKENS = 1 << 40
 
 
@@ -143,10 +149,9 @@ def _in_steps(tokens: int) -> int:
 def _activation_bytes(shape: ModelShape) -> int:
     """Bytes of one token's activations in one layer."""
     attending = [layer for layer in shape.layers if layer.kind != "recurrent"]
-    heads = max(
-        ((shape.n_heads + layer.n_kv_heads) * layer.head_dim for layer in attending), default=0
-    )
-    return (4 * shape.hidden_size + 2 * heads + 3 * shape.ffn_size) * shape.dtype_bytes
+    widths = [(shape.n_heads + 2 * layer.n_kv_heads) * layer.head_dim for layer in attending]
+    elements = 6 * shape.hidden_size + 2 * max(widths, default=0) + 4 * shape.ffn_size
+    return elements * shape.dtype_bytes
 
 
 def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int) -> int:
@@ -154,5 +159,7 @@ def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int)
     if isinstance(scheme, Affine) and growing:
         return shape.n_heads * chunk * tokens * shape.dtype_bytes
     if isinstance(scheme, Turbo):
-        return max((_layer_bytes(shape, Off(), layer) * tokens for layer in growing), default=0)
+        width = max((layer.n_kv_heads * layer.head_dim for layer in growing), default=0)
+        per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
+        return width * (2 * ENCODE_BYTES * chunk + per_token * _in_steps(tokens))
     return 0
