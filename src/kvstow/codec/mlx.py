@@ -1,14 +1,27 @@
 """`reference`, on MLX arrays. Function for function, in the same order."""
 
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
 from kvstow.codec import tables
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
-from kvstow.codec.reference import EPS, FLOAT16_MAX, GUARD_BELOW, LARGEST_VALUE, SMALLEST_SCALE
+from kvstow.codec.reference import (
+    EPS,
+    FLOAT16_MAX,
+    GUARD_STEPS,
+    LARGEST_VALUE,
+    SMALLEST_SCALE,
+    code_range,
+    n_steps,
+)
 from kvstow.scheme import GROUP_SIZE
+
+FLOAT16_OVERFLOW = 65520.0  # the least float32 that rounds to inf in float16
+ROUNDS_TO_GUARD = 255.5 * 2.0**-24  # the least float32 that rounds to `reference.GUARD_BELOW`
 
 
 def encode_keys(keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False) -> PackedKeys:
@@ -16,39 +29,19 @@ def encode_keys(keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False
     check_keys(bits, keys.shape[-1])
     groups = _groups(keys)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
-    if bits == 8:
-        steps = (high - low) / 254
-        divisors = steps + EPS
-        offsets = mx.round((high + low) / (2 * divisors))
-    else:
-        steps = (high - low) / (2**bits - 1)
-        divisors = steps + EPS
-        offsets = mx.round(low / divisors)
-    scales, zeros = steps.astype(mx.float16), offsets.astype(mx.float16)
+    middle = high + low if bits == 8 else low
+    affine = _affine(low, high, middle, bits)
     if guard:
-        n_steps, zero_limit = (238, 32768) if bits == 8 else (2**bits - 1, 1024)
-        middle = 0.5 * low + 0.5 * high if bits == 8 else low
-        largest = mx.maximum(-low, high)
-        g = mx.maximum(high / n_steps - low / n_steps, largest / zero_limit)
-        g = mx.clip(g, SMALLEST_SCALE, FLOAT16_MAX)
-        h = g.astype(mx.float16)
-        h = (h.view(mx.uint16) + (h.astype(mx.float32) < g).astype(mx.uint16)).view(mx.float16)
-        d = h.astype(mx.float32)
-        z = mx.clip(middle / d, -FLOAT16_MAX, FLOAT16_MAX).astype(mx.float16)
-        s32 = scales.astype(mx.float32)
-        keep = (s32 >= GUARD_BELOW) & mx.isfinite(s32) & mx.isfinite(zeros)
-        keep = keep | ~mx.isfinite(low) | ~mx.isfinite(high) | (largest == 0)
-        scales = mx.where(keep, scales, h)
-        zeros = mx.where(keep, zeros, z)
-        divisors = mx.where(keep, divisors, d)
-        offsets = mx.where(keep, offsets, z.astype(mx.float32))
-    low_code, high_code = (-127, 127) if bits == 8 else (0, 2**bits - 1)
-    codes = mx.clip(mx.round(groups / divisors - offsets), low_code, high_code)
-    codes = mx.where(mx.isnan(codes), 0, codes).reshape(keys.shape)
-    scales, zeros = scales.squeeze(-1), zeros.squeeze(-1)
-    if bits == 8:
-        return PackedKeys(codes.astype(mx.int8), scales, zeros)
-    return PackedKeys(pack_bits(codes.astype(mx.uint8), bits=bits), scales, zeros)
+        affine = _guarded(affine, low, high, middle, bits)
+    steps = mx.round(groups / affine.divisors - affine.offsets)
+    # NaN, in a group that is lost anyway, is cast to code 0.
+    codes = mx.clip(steps, *code_range(bits)).astype(mx.int8 if bits == 8 else mx.uint8)
+    codes = codes.reshape(keys.shape)
+    return PackedKeys(
+        codes if bits == 8 else pack_bits(codes, bits=bits),
+        affine.scales.astype(mx.float16).squeeze(-1),
+        affine.offsets.astype(mx.float16).squeeze(-1),
+    )
 
 
 def decode_keys(
@@ -61,7 +54,9 @@ def decode_keys(
 def dequantize_keys(packed: PackedKeys, *, bits: int) -> Float32[mx.array, "*b d"]:
     """See `reference.dequantize_keys`."""
     check_keys(bits, packed.scales.shape[-1] * GROUP_SIZE)
-    codes = packed.codes if bits == 8 else unpack_bits(packed.codes, bits=bits)
+    codes = (
+        packed.codes if bits == 8 else _look_up(packed.codes, _code_table(bits, mx.float32), bits)
+    )
     scales = packed.scales[..., None].astype(mx.float32)
     zeros = packed.zeros[..., None].astype(mx.float32)
     keys: mx.array = (_groups(codes) + zeros) * scales
@@ -76,16 +71,12 @@ def encode_values(
     groups = _groups(rotate(values))
     total = mx.cumsum(groups * groups, axis=-1)[..., -1:]  # left to right
     rms = mx.sqrt(total / GROUP_SIZE)
-    scales, divisors = rms.astype(mx.float16), rms + EPS
     if guard:
-        largest = mx.abs(values.astype(mx.float32)).max(axis=-1, keepdims=True)[..., None]
-        saturated = mx.isinf(scales) & (largest <= LARGEST_VALUE)
-        scales = mx.where(saturated, mx.array(FLOAT16_MAX, mx.float16), scales)
-        divisors = mx.where(saturated, FLOAT16_MAX, divisors)
-    units = groups / divisors
-    codes = mx.searchsorted(_boundaries(bits), units)
-    codes = mx.where(mx.isnan(units), 0, codes).astype(mx.uint8).reshape(values.shape)
-    return PackedValues(pack_bits(codes, bits=bits), scales.squeeze(-1))
+        saturated = (rms >= FLOAT16_OVERFLOW) & _is_codable(values)
+        rms = mx.where(saturated, FLOAT16_MAX, rms)
+    divisors = rms + EPS
+    codes = _boundaries_below((groups / divisors).reshape(values.shape), bits)
+    return PackedValues(pack_bits(codes, bits=bits), rms.astype(mx.float16).squeeze(-1))
 
 
 def decode_values(
@@ -101,10 +92,10 @@ def dequantize_values(
 ) -> Float32[mx.array, "*b {head_dim}"]:
     """See `reference.dequantize_values`."""
     check_values(bits, head_dim)
-    codes = unpack_bits(packed.codes, bits=bits)
     scales = packed.scales[..., None].astype(mx.float32)
-    rotated: mx.array = _groups(mx.take(_centroids(bits), codes)) * scales
-    return rotated.reshape(codes.shape)
+    units = _look_up(packed.codes, _centroid_table(bits), bits)
+    rotated: mx.array = _groups(units) * scales
+    return rotated.reshape(units.shape)
 
 
 def rotate(values: Float[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
@@ -122,22 +113,19 @@ def unrotate(rotated: Float[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
 def pack_bits(codes: UInt8[mx.array, "*b d"], *, bits: int) -> UInt8[mx.array, "*b d*{bits}//8"]:
     """See `reference.pack_bits`."""
     if bits == 8:
-        return codes
-    # 8 codes always fill whole bytes, and fit one uint64 for bits <= 8.
-    words = codes.reshape(*codes.shape[:-1], -1, 8).astype(mx.uint64)
-    words = (words << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)
-    octets = words[..., None] >> mx.arange(0, 8 * bits, 8, dtype=mx.uint64)  # (*b, d/8, bits)
-    return (octets & 0xFF).astype(mx.uint8).reshape(*codes.shape[:-1], -1)
+        return codes.astype(mx.uint8)
+    shifts = _shifts(bits)
+    lead = codes.shape[:-1]
+    words = codes.reshape(*lead, -1, shifts.size).astype(shifts.dtype)
+    octets = (words << shifts).sum(axis=-1).view(mx.uint8)
+    if bits in (3, 5):  # the word of 8 codes has empty bytes on top
+        octets = octets.reshape(*lead, -1, 8)[..., :bits].reshape(*lead, -1)
+    return octets
 
 
 def unpack_bits(packed: UInt8[mx.array, "*b p"], *, bits: int) -> UInt8[mx.array, "*b p*8//{bits}"]:
     """See `reference.unpack_bits`."""
-    if bits == 8:
-        return packed
-    octets = packed.reshape(*packed.shape[:-1], -1, bits).astype(mx.uint64)
-    words = (octets << mx.arange(0, 8 * bits, 8, dtype=mx.uint64)).sum(axis=-1)
-    codes = words[..., None] >> mx.arange(0, 8 * bits, bits, dtype=mx.uint64)
-    return (codes & ((1 << bits) - 1)).astype(mx.uint8).reshape(*packed.shape[:-1], -1)
+    return packed if bits == 8 else _look_up(packed, _code_table(bits, mx.uint8), bits)
 
 
 def narrow(x: Float32[mx.array, "*b"], dtype: mx.Dtype) -> Float[mx.array, "*b"]:
@@ -155,9 +143,106 @@ def count_nonfinite(packed: PackedKeys | PackedValues) -> int:
     return int(lost.sum())
 
 
+class _Affine(NamedTuple):
+    """See `reference._Affine`; scales and offsets are not yet float16."""
+
+    scales: Float32[mx.array, "*b g 1"]
+    divisors: Float32[mx.array, "*b g 1"]
+    offsets: Float32[mx.array, "*b g 1"]
+
+
+def _affine(low: mx.array, high: mx.array, middle: mx.array, bits: int) -> _Affine:
+    """See `reference._affine`; `middle` is what `_to_steps` takes."""
+    scales = (high - low) / n_steps(bits)
+    divisors = scales + EPS
+    return _Affine(scales, divisors, mx.round(_to_steps(middle, divisors, bits)))
+
+
+def _guarded(
+    parity: _Affine, low: mx.array, high: mx.array, middle: mx.array, bits: int
+) -> _Affine:
+    """See `reference._guarded`. Every operation counts, at 2 us each per layer and token."""
+    n_steps, zero_limit = GUARD_STEPS[bits]
+    largest = mx.maximum(-low, high)
+    scales = mx.maximum(high / n_steps - low / n_steps, largest / zero_limit)
+    scales = _float16_above(mx.clip(scales, SMALLEST_SCALE, FLOAT16_MAX))
+    offsets = mx.clip(_to_steps(middle, scales, bits), -FLOAT16_MAX, FLOAT16_MAX)
+    offsets = offsets.astype(mx.float16).astype(mx.float32)
+
+    fits = mx.maximum(parity.scales, mx.abs(parity.offsets)) < FLOAT16_OVERFLOW
+    sane = (parity.scales >= ROUNDS_TO_GUARD) & fits
+    ratio = largest / largest  # 1, but NaN of 0, inf and NaN, which keep their bytes
+    bad = (ratio == ratio) > sane
+    return _Affine(
+        mx.where(bad, scales, parity.scales),
+        mx.where(bad, scales, parity.divisors),
+        mx.where(bad, offsets, parity.offsets),
+    )
+
+
+def _to_steps(middle: mx.array, divisors: mx.array, bits: int) -> mx.array:
+    # At 8 bits `middle` is the sum of both ends; halving it first would change no bit.
+    return middle / (divisors + divisors) if bits == 8 else middle / divisors
+
+
+def _float16_above(x: Float32[mx.array, "*b"]) -> Float32[mx.array, "*b"]:
+    """See `reference._float16_above`; widened again."""
+    nearest = x.astype(mx.float16)
+    below = nearest.astype(mx.float32) < x
+    return (nearest.view(mx.uint16) + below).view(mx.float16).astype(mx.float32)
+
+
+def _is_codable(values: mx.array) -> mx.array:
+    largest = mx.abs(values).astype(mx.float32).max(axis=-1, keepdims=True)
+    return (largest <= LARGEST_VALUE)[..., None]
+
+
+def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt8[mx.array, "*b d"]:
+    boundaries = tables.BOUNDARIES[bits]
+    if bits == 8 or units.size <= 4096:
+        below = mx.searchsorted(_boundaries(bits), units)  # NaN: all of them
+        return mx.where(mx.isnan(units), 0, below)
+    # Searching mispredicts half its branches: many elements take one sweep per boundary.
+    below = (units > float(boundaries[0])).view(mx.uint8)
+    for boundary in boundaries[1:]:
+        below = below + (units > float(boundary)).view(mx.uint8)
+    return below
+
+
+def _look_up(packed: UInt8[mx.array, "*b p"], table: mx.array, bits: int) -> mx.array:
+    """`table` at every code; below 8 bits, its entries hold the elements of two codes.
+
+    One 8-byte entry costs no more than a 4-byte one, and `take_along_axis` on flat
+    arrays costs a tenth of `take` on the CPU.
+    """
+    indices = packed.reshape(-1) if bits in (4, 8) else _pairs(packed, bits)
+    found = mx.take_along_axis(table, indices, axis=0)
+    if bits < 8:
+        found = found.view(mx.float32 if table.dtype == mx.uint64 else mx.uint8)
+    return found.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
+
+
+def _pairs(packed: UInt8[mx.array, "*b p"], bits: int) -> mx.array:
+    """Each two neighbouring codes as one flat index of ``2 * bits`` bits."""
+    if bits == 2:
+        return _spread(packed.reshape(-1).astype(mx.uint16), 4, 8).view(mx.uint8)
+    word, index, lane = (mx.uint32, mx.uint8, 8) if bits == 3 else (mx.uint64, mx.uint16, 16)
+    octets = packed.reshape(-1, bits)  # 8 codes
+    top = mx.zeros((octets.shape[0], word.size - bits), mx.uint8)
+    words = mx.concatenate([octets, top], axis=-1).view(word).reshape(-1)
+    words = _spread(words, 4 * bits, 2 * lane)
+    return _spread(words, 2 * bits, lane).view(index)
+
+
+def _spread(words: mx.array, width: int, lane: int) -> mx.array:
+    """Of two fields of `width` bits side by side, move the upper one to the next lane."""
+    n_lanes = words.dtype.size * 8 // lane
+    low = sum((1 << width) - 1 << lane * i for i in range(0, n_lanes, 2))
+    return (words & low) | ((words << lane - width) & (low << lane))
+
+
 def _groups(x: mx.array) -> Float32[mx.array, "*b g 32"]:
-    n_groups = x.shape[-1] // GROUP_SIZE
-    return x.astype(mx.float32).reshape(*x.shape[:-1], n_groups, GROUP_SIZE)
+    return x.astype(mx.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP_SIZE, GROUP_SIZE)
 
 
 # Constants are made from numpy: they hold data, not a graph bound to one thread's stream.
@@ -167,10 +252,32 @@ def _signs(head_dim: int) -> Float32[mx.array, " {head_dim}"]:
 
 
 @cache
-def _centroids(bits: int) -> Float32[mx.array, " c"]:
-    return mx.array(tables.CENTROIDS[bits])
+def _centroid_table(bits: int) -> mx.array:
+    centroids = tables.CENTROIDS[bits]
+    return mx.array(centroids if bits == 8 else _paired(centroids).view(np.uint64).reshape(-1))
+
+
+@cache
+def _code_table(bits: int, dtype: mx.Dtype) -> mx.array:
+    codes = np.arange(2**bits)
+    if dtype == mx.uint8:
+        return mx.array(_paired(codes.astype(np.uint8)).view(np.uint16).reshape(-1))
+    return mx.array(_paired(codes.astype(np.float32)).view(np.uint64).reshape(-1))
+
+
+def _paired(elements: np.ndarray) -> np.ndarray:
+    first, second = np.tile(elements, elements.size), np.repeat(elements, elements.size)
+    return np.stack([first, second], axis=-1)
 
 
 @cache
 def _boundaries(bits: int) -> Float32[mx.array, " c"]:
     return mx.array(tables.BOUNDARIES[bits])
+
+
+@cache
+def _shifts(bits: int) -> mx.array:
+    """Bit offsets of as many codes as fill a word, or at least whole bytes of it."""
+    if 32 % bits == 0:
+        return mx.array(np.arange(0, 32, bits, dtype=np.uint32))
+    return mx.array(np.arange(0, 8 * bits, bits, dtype=np.uint64))

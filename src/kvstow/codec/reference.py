@@ -23,7 +23,7 @@ from jaxtyping import Float, Float16, Float32, UInt8
 
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
-from kvstow.scheme import GROUP_SIZE
+from kvstow.scheme import GROUP_SIZE, KEY_BITS
 
 EPS = 1e-8
 FLOAT16_MAX = 65504.0
@@ -32,6 +32,9 @@ GUARD_BELOW = 2.0**-16
 SMALLEST_SCALE = 2.0**-24  # the least positive float16
 # Beyond it, the sums of the rotation may overflow float32.
 LARGEST_VALUE = 2.0**100
+# Steps of a guarded group by key width, and the limit of its zero: float16 still resolves
+# half a step there (unsigned), or errs by 2**-11 of the element (signed).
+GUARD_STEPS = {bits: (238, 32768) if bits == 8 else (2**bits - 1, 1024) for bits in KEY_BITS}
 
 
 def encode_keys(keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False) -> PackedKeys:
@@ -57,7 +60,7 @@ def encode_keys(keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = Fal
         if guard:
             affine = _guarded(affine, low, high, bits)
         steps = groups / affine.divisors[..., None] - affine.offsets[..., None]
-        codes = _round_to(steps, *_code_range(bits)).reshape(keys.shape)
+        codes = _round_to(steps, *code_range(bits)).reshape(keys.shape)
     if bits == 8:
         return PackedKeys(codes.astype(np.int8), affine.scales, affine.zeros)
     return PackedKeys(pack_bits(codes.astype(np.uint8), bits=bits), affine.scales, affine.zeros)
@@ -211,6 +214,17 @@ def count_nonfinite(packed: PackedKeys | PackedValues) -> int:
     return int(lost.sum())
 
 
+def code_range(bits: int) -> tuple[int, int]:
+    """Least and greatest key code."""
+    return (-127, 127) if bits == 8 else (0, 2**bits - 1)
+
+
+def n_steps(bits: int) -> int:
+    """Steps between the least and the greatest key code."""
+    low, high = code_range(bits)
+    return high - low
+
+
 class _Affine(NamedTuple):
     """Per group: what is stored, and the float32 values that codes are taken against."""
 
@@ -223,14 +237,9 @@ class _Affine(NamedTuple):
 def _affine(
     low: Float32[np.ndarray, "*b g"], high: Float32[np.ndarray, "*b g"], bits: int
 ) -> _Affine:
-    if bits == 8:
-        scales = (high - low) / 254
-        divisors = scales + np.float32(EPS)
-        offsets = np.rint((high + low) / (2 * divisors))
-    else:
-        scales = (high - low) / (2**bits - 1)
-        divisors = scales + np.float32(EPS)
-        offsets = np.rint(low / divisors)
+    scales = (high - low) / n_steps(bits)
+    divisors = scales + np.float32(EPS)
+    offsets = np.rint((high + low) / (2 * divisors) if bits == 8 else low / divisors)
     return _Affine(scales.astype(np.float16), offsets.astype(np.float16), divisors, offsets)
 
 
@@ -241,9 +250,7 @@ def _guarded(
     bits: int,
 ) -> _Affine:
     """`parity`, but where it is not sane: a scale rounded up and a fractional zero."""
-    # zero_limit keeps |zero| where float16 still resolves half a step (unsigned) or
-    # the error of the zero is within 2**-11 of the element (signed).
-    n_steps, zero_limit = (238, 32768) if bits == 8 else (2**bits - 1, 1024)
+    n_steps, zero_limit = GUARD_STEPS[bits]
     middle = 0.5 * low + 0.5 * high if bits == 8 else low
     largest = np.maximum(-low, high)
     scales = np.maximum(high / n_steps - low / n_steps, largest / zero_limit)
@@ -262,10 +269,6 @@ def _float16_above(x: Float32[np.ndarray, "*b"]) -> Float16[np.ndarray, "*b"]:
     """The least float16 not below `x`, for positive `x` within float16."""
     nearest = x.astype(np.float16)
     return np.where(nearest < x, np.nextafter(nearest, np.float16(np.inf)), nearest)
-
-
-def _code_range(bits: int) -> tuple[int, int]:
-    return (-127, 127) if bits == 8 else (0, 2**bits - 1)
 
 
 def _round_to(x: Float32[np.ndarray, "*b"], low: int, high: int) -> Float32[np.ndarray, "*b"]:
