@@ -1,0 +1,32 @@
+"""Numbers in the pages are those of the code."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstow
+from kvstow.codec.reference import pack_bits
+from kvstow.codec.tables import TABLE_SET
+from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
+
+DOCS = Path(kvstow.__file__).parents[2] / "docs"
+FORMAT = (DOCS / "format.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("key_bits", KEY_BITS)
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+def test_the_sizes_in_the_format_page_are_those_of_the_scheme(key_bits, value_bits):
+    scheme = Turbo(key_bits, value_bits)
+    bits = scheme.bits_per_value(128)
+    sizes = [f"{scheme.bytes_per_token(head_dim)}" for head_dim in HEAD_DIMS]
+    assert "| " + " | ".join([str(scheme), f"{bits}", *sizes, f"{16 / bits:.2f}"]) + " |" in FORMAT
+
+
+def test_the_packing_example_in_the_format_page_is_what_is_packed():
+    packed = pack_bits(np.array([1, 2, 3, 4, 5, 6, 7, 0], np.uint8), bits=3)
+    assert f"`{packed.tobytes().hex(' ')}`" in FORMAT
+
+
+def test_the_format_page_names_the_table_set_in_use():
+    assert f"`{TABLE_SET}`" in FORMAT
