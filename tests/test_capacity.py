@@ -198,7 +198,7 @@ def test_working_memory_is_the_formula_of_the_docstring():
     off_layer = 2 * 2 * 64 * 4 * allocated
     assert cost(shape, OFF, tokens).working_bytes == common + off_layer
     turbo_layer = 2 * TURBO.bytes_per_token(64) * allocated
-    codec = 2 * 64 * (2 * 96 * chunk + (7 + 21) * allocated)
+    codec = 2 * 64 * (2 * 96 * chunk + (7 + 9) * allocated)
     assert cost(shape, TURBO, tokens).working_bytes == common + turbo_layer + codec
     affine = Scheme.parse("affine:8")
     affine_layer = 2 * affine.bytes_per_token(64, dtype_bytes=4) * allocated

@@ -6,7 +6,8 @@ import pytest
 
 from kvstow import Scheme
 from kvstow.capacity import FAMILIES, PREFILL_TOKENS, cost, read_shape
-from kvstow.scheme import Off
+from kvstow.capacity.budget import DECODE_BYTES
+from kvstow.scheme import KEY_BITS, VALUE_BITS, Off
 
 mx = pytest.importorskip("mlx.core")
 caches = pytest.importorskip("mlx_lm.models.cache")
@@ -139,3 +140,32 @@ def test_a_prompt_peaks_within_the_bytes_that_are_counted(text):
     scores = 4 * PREFILL_TOKENS * tokens * 4
     bound = counted.total_bytes + (0 if text == "affine:8" else scores)
     assert bound / 3 < peak <= bound
+
+
+def bytes_per_element(decode, n_elements):
+    mx.eval(decode())  # tables are made once
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    decoded = decode()
+    mx.eval(decoded)
+    return (mx.get_peak_memory() - before) / n_elements
+
+
+@pytest.mark.parametrize("bits", sorted({*KEY_BITS, *VALUE_BITS}))
+def test_decoding_peaks_within_the_bytes_that_are_counted(bits):
+    codec = pytest.importorskip("kvstow.codec.mlx")
+    x = mx.random.normal((1, 2, 2048, 128)).astype(mx.bfloat16)
+    peaks = []
+    if bits in KEY_BITS:
+        keys = codec.encode_keys(x, bits=bits, guard=True)
+        mx.eval(keys)
+        decode = lambda: codec.decode_keys(keys, bits=bits, dtype=mx.bfloat16)  # noqa: E731
+        peaks.append(bytes_per_element(decode, x.size))
+    if bits in VALUE_BITS:
+        values = codec.encode_values(x, bits=bits, guard=True)
+        mx.eval(values)
+        decode = lambda: codec.decode_values(  # noqa: E731
+            values, bits=bits, head_dim=128, dtype=mx.bfloat16
+        )
+        peaks.append(bytes_per_element(decode, x.size))
+    assert DECODE_BYTES[bits] / 2 < max(peaks) <= DECODE_BYTES[bits]

@@ -40,8 +40,8 @@ from kvstow.scheme import Affine, Off, Scheme, Turbo
 STEP_TOKENS = 256
 PREFILL_TOKENS = 2048  # mlx-lm's default prefill_step_size
 FLOAT32_BYTES = 4
-ENCODE_BYTES = 96
-DECODE_BYTES = {2: 21, 3: 21, 4: 21, 5: 21, 8: 7}  # by the width of a code
+ENCODE_BYTES = 96  # encoding is not waited for: more than one layer's is under way
+DECODE_BYTES = {2: 8, 3: 9, 4: 7, 5: 12, 8: 7}  # by the width of a code
 _UNBOUNDED_TOKENS = 1 << 40
 
 
