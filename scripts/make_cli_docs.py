@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""Writes docs/cli.md from the help texts of the commands. Run it after changing an option."""
+
+from pathlib import Path
+
+import click
+
+from kvstow.cli import main
+
+WIDTH = 100
+HEAD = """\
+# The commands and their options
+
+Written by `scripts/make_cli_docs.py` from the help texts of the commands: edit those, not this
+page.
+
+Exit codes: 0; 1 for an error that has a name, with its message on standard error; 2 for an option
+that cannot be read; 130 after an interrupt.
+"""
+
+
+def page() -> str:
+    """The text of docs/cli.md."""
+    context = click.Context(main, info_name="kvstow", max_content_width=WIDTH)
+    parts = [HEAD, _section(context)]
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        if command is not None:
+            parts.append(_section(click.Context(command, context, info_name=name)))
+    return "\n".join(parts)
+
+
+def _section(context: click.Context) -> str:
+    context.terminal_width = WIDTH  # whatever the terminal is
+    return f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n"
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+    path.write_text(page(), encoding="utf-8")
