@@ -15,9 +15,12 @@ from kvstow.errors import KvstowError, MissingDependency
 
 # name -> (module, one line of help); the module holds the command under the same name.
 COMMANDS = {
-    "generate": ("kvstow.cli.generate", "Generate text with a quantised KV cache."),
+    "generate": ("kvstow.cli.generate", "Answer a prompt with the KV cache stored under a scheme."),
     "fit": ("kvstow.cli.fit", "Say what a context costs under each scheme, without weights."),
-    "bench": ("kvstow.cli.bench", "Measure speed and bytes under each scheme."),
+    "bench": (
+        "kvstow.cli.bench",
+        "Measure prompt and decode speed and peak memory under several schemes.",
+    ),
 }
 EXTRAS = dict.fromkeys(("mlx", "mlx_lm", "gguf", "transformers", "tokenizers"), "mlx")
 INTERRUPTED = 130
