@@ -1,0 +1,190 @@
+"""The MLX codec equals the numpy definition bit for bit, on vectors of every kind."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from kvstow.codec import backend_of, reference
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.errors import SchemeError, UnsupportedModel
+from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
+
+mx = pytest.importorskip("mlx.core")
+from kvstow.codec import mlx  # noqa: E402
+
+pytestmark = pytest.mark.mlx
+
+seeds = st.integers(0, 2**32 - 1)
+kinds = st.sampled_from(["normal", "magnitudes", "offset", "constant", "ties", "special", "bits"])
+shapes = hnp.array_shapes(min_dims=0, max_dims=3, max_side=5)
+
+
+def make(kind, seed, shape):
+    """float32 vectors of `kind`, each with a magnitude of its own where that matters."""
+    rng = np.random.default_rng(seed)
+    rows = (*shape[:-1], 1)
+    normal = rng.standard_normal(shape)
+    match kind:
+        case "normal":
+            x = normal
+        case "magnitudes":
+            x = normal * 10.0 ** rng.uniform(-44, 38, rows)
+        case "offset":
+            x = (normal * 10.0 ** rng.uniform(-6, 1, rows) + 1) * 10.0 ** rng.uniform(-8, 8, rows)
+        case "constant":
+            x = np.broadcast_to(rng.choice([-1, 1], rows) * 10.0 ** rng.uniform(-9, 9, rows), shape)
+        case "ties":
+            x = rng.integers(-8, 9, shape) / 8
+        case "special":
+            x = rng.choice([np.nan, np.inf, -np.inf, 0, -0.0, 1, 65504], shape) * normal
+        case "bits":
+            return rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        return x.astype(np.float32)
+
+
+def assert_same(got, want):
+    """Equal dtype, shape and bits, except that all NaN are equal and so are both zeros."""
+    np.testing.assert_array_equal(np.array(got), want, strict=True)
+
+
+def assert_same_planes(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+
+
+@settings(deadline=None)
+@given(kinds, seeds, shapes, st.sampled_from([32, 64, 96, 128]), st.booleans())
+def test_keys_equal_the_definition(kind, seed, lead, head_dim, guard):
+    keys = make(kind, seed, (*lead, head_dim))
+    for bits in KEY_BITS:
+        want = reference.encode_keys(keys, bits=bits, guard=guard)
+        got = mlx.encode_keys(mx.array(keys), bits=bits, guard=guard)
+        assert_same_planes(got, want)
+        assert_same(mlx.decode_keys(got, bits=bits), reference.decode_keys(want, bits=bits))
+        assert mlx.count_nonfinite(got) == reference.count_nonfinite(want)
+
+
+@settings(deadline=None)
+@given(kinds, seeds, shapes, st.sampled_from(HEAD_DIMS), st.booleans())
+def test_values_equal_the_definition(kind, seed, lead, head_dim, guard):
+    values = make(kind, seed, (*lead, head_dim))
+    for bits in VALUE_BITS:
+        want = reference.encode_values(values, bits=bits, guard=guard)
+        got = mlx.encode_values(mx.array(values), bits=bits, guard=guard)
+        assert_same_planes(got, want)
+        how = {"bits": bits, "head_dim": head_dim}
+        assert_same(mlx.dequantize_values(got, **how), reference.dequantize_values(want, **how))
+        assert_same(mlx.decode_values(got, **how), reference.decode_values(want, **how))
+        assert mlx.count_nonfinite(got) == reference.count_nonfinite(want)
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["parity", "guarded"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_prompt_of_many_tokens_equals_the_definition(head_dim, guard):
+    # Many elements take another path than few: see `mlx._boundaries_below`.
+    rng = np.random.default_rng(head_dim)
+    x = rng.standard_normal((1, 2, 131072 // head_dim, head_dim)).astype(np.float32)
+    for bits in KEY_BITS:
+        want = reference.encode_keys(x, bits=bits, guard=guard)
+        assert_same_planes(mlx.encode_keys(mx.array(x), bits=bits, guard=guard), want)
+    for bits in VALUE_BITS:
+        want = reference.encode_values(x, bits=bits, guard=guard)
+        assert_same_planes(mlx.encode_values(mx.array(x), bits=bits, guard=guard), want)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_half_precision_is_widened_before_anything_else(rng, dtype):
+    x = mx.array(rng.standard_normal((2, 7, 128)).astype(np.float32)).astype(dtype)
+    wide = np.array(x.astype(mx.float32))
+    for bits in KEY_BITS:
+        want = reference.encode_keys(wide, bits=bits, guard=True)
+        assert_same_planes(mlx.encode_keys(x, bits=bits, guard=True), want)
+    for bits in VALUE_BITS:
+        want = reference.encode_values(wide, bits=bits, guard=True)
+        assert_same_planes(mlx.encode_values(x, bits=bits, guard=True), want)
+
+
+@settings(deadline=None)
+@given(kinds, seeds, st.integers(1, 70), st.integers(1, 20))
+def test_tokens_encoded_in_pieces_have_the_bytes_of_all_at_once(kind, seed, n_tokens, piece):
+    x = mx.array(make(kind, seed, (2, n_tokens, 64)))
+    for encode, widths in ((mlx.encode_keys, KEY_BITS), (mlx.encode_values, VALUE_BITS)):
+        for bits in widths:
+            at_once = encode(x, bits=bits, guard=True)
+            pieces = [
+                encode(x[:, start : start + piece], bits=bits, guard=True)
+                for start in range(0, n_tokens, piece)
+            ]
+            for whole, *parts in zip(at_once, *pieces, strict=True):
+                assert np.array(whole).tobytes() == np.array(mx.concatenate(parts, 1)).tobytes()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_strided_window_decodes_as_its_copy(rng, head_dim):
+    x = mx.array(rng.standard_normal((2, 3, 40, head_dim)).astype(np.float32))
+    for bits in KEY_BITS:
+        packed = mlx.encode_keys(x, bits=bits)
+        window = PackedKeys(*(plane[..., 3:17, :] for plane in packed))
+        want = np.array(mlx.decode_keys(packed, bits=bits))[..., 3:17, :]
+        assert_same(mlx.decode_keys(window, bits=bits), want)
+    for bits in VALUE_BITS:
+        packed = mlx.encode_values(x, bits=bits)
+        window = PackedValues(*(plane[..., 3:17, :] for plane in packed))
+        want = np.array(mlx.decode_values(packed, bits=bits, head_dim=head_dim))[..., 3:17, :]
+        assert_same(mlx.decode_values(window, bits=bits, head_dim=head_dim), want)
+
+
+@st.composite
+def codes_and_bits(draw):
+    bits = draw(st.sampled_from(VALUE_BITS))
+    shape = (*draw(hnp.array_shapes(max_dims=3, max_side=3)), 32 * draw(st.integers(1, 4)))
+    return draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, 2**bits - 1))), bits
+
+
+@given(codes_and_bits())
+def test_codes_pack_to_the_bytes_of_the_definition(case):
+    codes, bits = case
+    want = reference.pack_bits(codes, bits=bits)
+    assert_same(mlx.pack_bits(mx.array(codes), bits=bits), want)
+
+
+@given(codes_and_bits())
+def test_unpacking_undoes_packing(case):
+    codes, bits = case
+    packed = mx.array(reference.pack_bits(codes, bits=bits))
+    assert_same(mlx.unpack_bits(packed, bits=bits), codes)
+
+
+def test_decoding_to_a_dtype_rounds_and_clamps_as_the_definition_does(rng):
+    x = (rng.standard_normal((3, 64)) * 40000).astype(np.float32)
+    packed = mlx.encode_keys(mx.array(x), bits=8)
+    want = reference.decode_keys(reference.encode_keys(x, bits=8), bits=8, dtype=np.float16)
+    assert_same(mlx.decode_keys(packed, bits=8, dtype=mx.float16), want)
+    assert mlx.decode_keys(packed, bits=8, dtype=mx.bfloat16).dtype == mx.bfloat16
+    halves = mlx.narrow(mx.array([1e9, -70000.0, 65530.0, float("nan"), 1.5]), mx.float16)
+    assert_same(halves, np.array([65504, -65504, 65504, np.nan, 1.5], np.float16))
+
+
+def test_the_float32_of_numpy_and_mlx_agree_on_every_float16():
+    bits = np.arange(2**16, dtype=np.uint16)
+    halves = mx.array(bits).view(mx.float16)
+    assert_same(halves.astype(mx.float32), bits.view(np.float16).astype(np.float32))
+
+
+def test_refusals_are_those_of_the_definition():
+    zeros = mx.zeros((1, 96))
+    with pytest.raises(SchemeError, match="key bits"):
+        mlx.encode_keys(zeros, bits=3)
+    with pytest.raises(SchemeError, match="value bits"):
+        mlx.encode_values(zeros, bits=1)
+    with pytest.raises(UnsupportedModel, match="got 96"):
+        mlx.encode_values(zeros, bits=3)
+    with pytest.raises(UnsupportedModel, match="multiple of 32"):
+        mlx.encode_keys(mx.zeros((1, 80)), bits=8)
+
+
+def test_an_array_finds_the_codec_of_its_framework():
+    assert backend_of(mx.zeros(3)) is mlx
