@@ -92,7 +92,7 @@ def make_config(gguf: GgufFile) -> dict[str, Any]:
 
     Raises:
         ModelFileError: If the architecture is another one, or metadata or tensors are missing.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     architecture = architecture_of(gguf)
     n_heads = _integer(gguf, "attention.head_count")
     hidden_size = _integer(gguf, "embedding_length")

@@ -36,7 +36,7 @@ def convert(path: Path, dtype: str, progress: Progress | None = None) -> Path:
     Raises:
         MissingDependency: If gguf, transformers or tokenizers is not installed.
         ModelFileError: If the file cannot be converted, or the cache not written.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     check_dtype(dtype)
     gguf = read_gguf(path)
     config = make_config(gguf)

@@ -65,7 +65,7 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         MissingDependency: If gguf is not installed.
         ModelFileError: If the file is not GGUF, is truncated, or is one shard of several.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from kvstow.errors import ModelFileError, ModelNotFound
+from kvstow.errors import ModelFileError
 from kvstow.models.cache_dir import Progress
+from kvstow.models.config import hub_config
 from kvstow.models.convert import convert
-from kvstow.models.locate import ALLOWED, Source, locate
+from kvstow.models.locate import locate
 from kvstow.models.require import require
 from kvstow.models.weights import check_dtype
 
@@ -25,15 +26,17 @@ def load(
         MissingDependency: If mlx, mlx-lm or gguf is not installed.
         ModelNotFound: If nothing is where `model` points.
         ModelFileError: If what is there cannot be loaded.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     if dtype is not None:
         check_dtype(dtype)
     source = locate(model)
     mx = require("mlx.core")
     if source.kind == "gguf" and source.path is not None:
         where = str(convert(source.path, dtype or _default_dtype(mx), progress))
-        return _load(source, where)
-    loaded, tokenizer = _load(source, str(source.path or source.name))
+        return _load(where)
+    if source.kind == "hub":
+        hub_config(source.name)  # says what is wrong with a name before anything large is fetched
+    loaded, tokenizer = _load(str(source.path or source.name))
     if dtype is not None:
         loaded.set_dtype(getattr(mx, dtype))
     return loaded, tokenizer
@@ -43,14 +46,10 @@ def _default_dtype(mx: Any) -> str:
     return "float32" if mx.default_device() == mx.cpu else "bfloat16"
 
 
-def _load(source: Source, where: str) -> tuple[Any, Any]:
+def _load(where: str) -> tuple[Any, Any]:
     mlx_lm = require("mlx_lm")
     try:
         loaded, tokenizer, *_ = mlx_lm.load(where)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        if source.kind == "hub" and isinstance(error, OSError):
-            raise ModelNotFound(
-                f"cannot get {source.name!r} from the hub: {error}; expected {ALLOWED}"
-            ) from error
         raise ModelFileError(f"mlx-lm cannot load {where}: {error}") from error
     return loaded, tokenizer

@@ -9,6 +9,7 @@ A model is one of four things, tried in this order::
 """
 
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ ALLOWED = (
     "or a hub id such as mlx-community/Qwen3-4B-bf16"
 )
 GGUF_MAGIC = b"GGUF"
+WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -46,7 +48,7 @@ def locate(model: str) -> Source:
     Raises:
         ModelNotFound: If nothing is there, or the demo model's package is not installed.
         ModelFileError: If something is there that holds no model.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     if model in BUNDLED:
         return Source("gguf", model, _bundled(model))
     path = Path(model).expanduser()
@@ -91,14 +93,25 @@ def _checked_gguf(path: Path) -> Path:
 
 
 def _checked_directory(path: Path) -> Path:
-    lacks = [
-        pattern for pattern in ("config.json", "model*.safetensors") if not any(path.glob(pattern))
-    ]
+    lacks = [pattern for pattern in ("config.json", WEIGHTS) if not any(path.glob(pattern))]
+    if not lacks:
+        lacks = _missing_shards(path)
     if not lacks:
         return path
     gguf = sorted(path.glob("*.gguf"))
     hint = f"; did you mean {gguf[0]}?" if gguf else ""
     raise ModelFileError(
-        f"the directory {path} holds no model: expected config.json and model*.safetensors, "
+        f"the directory {path} holds no whole model: expected config.json and {WEIGHTS}, "
         f"got no {' and no '.join(lacks)}{hint}"
     )
+
+
+def _missing_shards(path: Path) -> list[str]:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    try:
+        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"{index} is damaged: {error!r}") from error
+    return sorted(shard for shard in shards if not (path / shard).exists())

@@ -65,7 +65,7 @@ def write_weights(
 
     Raises:
         ModelFileError: If a weight is not finite, or does not fit `dtype`.
-    """  # noqa: DOC502 (raised by what it calls)
+    """
     tensors = kept_tensors(gguf)
     architecture = gguf.metadata["general.architecture"]
     total, done = sum(tensor.n_bytes for tensor in tensors), 0
