@@ -260,6 +260,24 @@ def test_memory_really_allocated_shrinks():
     assert packed_bytes >= kvstow.usage(cache).bytes
 
 
+@pytest.mark.parametrize("fetch", ["eager", "deferred"])
+def test_a_decode_step_holds_the_decoded_tokens_of_one_layer_at_a_time(fetch):
+    model = build("llama", num_hidden_layers=8)
+    mx.eval(model.parameters())
+    kvstow.attach(model, "turbo", fetch=fetch)
+    cache = host.make_prompt_cache(model)
+    for at in range(0, 2048, 512):
+        model(tokens(512, seed=at), cache=cache)
+        mx.eval([c.state for c in cache])
+    model(tokens(1), cache=cache)  # the planes grow here, and not in what is measured
+    mx.eval([c.state for c in cache])
+    one_layer = 2 * 2 * 64 * 2304 * 4  # K and V, heads, head_dim, capacity, float32
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(model(tokens(1), cache=cache), [c.state for c in cache])
+    assert mx.get_peak_memory() - before < 2.5 * one_layer
+
+
 # --- attaching and detaching
 
 
