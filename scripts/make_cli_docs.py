@@ -21,7 +21,7 @@ that cannot be read; 130 after an interrupt.
 
 def page() -> str:
     """The text of docs/cli.md."""
-    context = click.Context(main, info_name="kvstow", max_content_width=WIDTH)
+    context = click.Context(main, info_name="kvstow", **main.context_settings)
     parts = [HEAD, _section(context)]
     for name in main.list_commands(context):
         command = main.get_command(context, name)
@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def _section(context: click.Context) -> str:
-    context.terminal_width = WIDTH  # whatever the terminal is
+    context.terminal_width = context.max_content_width = WIDTH  # whatever the terminal is
     return f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n"
 
 

@@ -16,9 +16,10 @@ from kvstow.capacity.budget import (
     max_tokens,
 )
 from kvstow.capacity.families import FAMILIES
-from kvstow.capacity.shapes import LayerShape, ModelShape, read_shape
+from kvstow.capacity.shapes import DTYPE_BYTES, LayerShape, ModelShape, read_shape
 
 __all__ = [
+    "DTYPE_BYTES",
     "FAMILIES",
     "PREFILL_TOKENS",
     "STEP_TOKENS",

@@ -1,0 +1,194 @@
+"""``kvstow fit``: what a context costs on a model, before any weights are loaded."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvstow.capacity import (
+    DTYPE_BYTES,
+    ModelShape,
+    bytes_per_token,
+    check_scheme,
+    cost,
+    max_tokens,
+    read_shape,
+)
+from kvstow.cli.params import as_json, kv_quants, model, size
+from kvstow.errors import UnsupportedModel
+from kvstow.models import read_config
+from kvstow.scheme import Off, Scheme
+
+SCHEMES = (
+    *("off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turbo:k8v3", "turbo:k8v2"),
+    *("turbo:k4v3", "turbo:k4v2"),
+)
+PIPE_COLUMNS = 120
+
+
+@click.command()
+@model
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=size,
+    help="Memory for weights and context, such as 24GB (10^9 bytes) or 24GiB (2^30 bytes).",
+)
+@click.option("--tokens", type=click.IntRange(min=1), help="Length of a context to price.")
+@kv_quants(SCHEMES)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPE_BYTES)),
+    help="Of weights and activations when loaded.  [default: as stored; bfloat16 for GGUF files]",
+)
+@as_json
+def fit(
+    *,
+    model: str,
+    memory_bytes: int | None,
+    tokens: int | None,
+    schemes: tuple[Scheme, ...],
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Say what a context costs under each scheme, without weights.
+
+    Prints the bytes per token of the model's cache under each scheme; with
+    --memory, the context that fits in it beside the weights; with --tokens,
+    the bytes that a context of this length takes. Layers with a sliding window
+    stop growing: their cost is fixed.
+
+    Working memory is the activations of one layer for 2048 tokens of the
+    prompt, a second copy of one layer's cache while it grows, and the logits;
+    for turbo also what encoding those tokens and decoding one layer hold; for
+    affine also the attention scores of those tokens. Without affine a GPU's
+    fused attention is assumed: on a CPU the scores come on top.
+    """
+    config = read_config(model)
+    shape = read_shape(config.config)
+    if dtype is not None:
+        shape = replace(shape, dtype_bytes=DTYPE_BYTES[dtype])
+    weight_bytes = config.weight_bytes
+    if config.n_weights is not None:  # a GGUF file is converted when it is loaded
+        weight_bytes = config.n_weights * shape.dtype_bytes
+    room_bytes = _room(weight_bytes, memory_bytes)
+    rows = [_row(shape, scheme, room_bytes, tokens) for scheme in schemes]
+    report = {
+        "model": model,
+        "weight_bytes": weight_bytes,
+        "memory_bytes": memory_bytes,
+        "dtype_bytes": shape.dtype_bytes,
+        "max_tokens": shape.max_tokens,
+        "layers": {kind: len(shape.of_kind(kind)) for kind in ("full", "sliding", "recurrent")},
+        "schemes": rows,
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_COLUMNS
+    console.print(_table(report))
+    console.print(" ".join(_notes(report, shape)), markup=False)
+
+
+def _room(weight_bytes: int | None, memory_bytes: int | None) -> int | None:
+    if memory_bytes is None:
+        return None
+    weight_bytes = weight_bytes or 0
+    if memory_bytes <= weight_bytes:
+        raise click.ClickException(
+            f"{size_text(memory_bytes)} of memory does not hold the model's weights, "
+            f"which take {size_text(weight_bytes)}"
+        )
+    return memory_bytes - weight_bytes
+
+
+def _row(
+    shape: ModelShape, scheme: Scheme, room_bytes: int | None, tokens: int | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"scheme": str(scheme)}
+    try:
+        check_scheme(shape, scheme)
+    except UnsupportedModel as error:
+        return row | {"refused": str(error)}
+    row["bytes_per_token"] = bytes_per_token(shape, scheme)
+    plain = bytes_per_token(shape, Off())
+    row["compression_ratio"] = round(plain / (row["bytes_per_token"] or 1), 4) if plain else None
+    if room_bytes is not None:
+        row["fits"] = asdict(max_tokens(shape, scheme, room_bytes))
+    if tokens is not None:
+        needed = cost(shape, scheme, tokens)
+        row["at_tokens"] = {"tokens": tokens, **asdict(needed), "total_bytes": needed.total_bytes}
+    return row
+
+
+def _table(report: dict[str, Any]) -> Table:
+    rows = report["schemes"]
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("scheme", no_wrap=True)
+    for heading in _headings(rows):
+        table.add_column(heading, justify="right", no_wrap=True)
+    refused = any("refused" in row for row in rows)
+    if refused:
+        table.add_column("refused, since it")
+    for row in rows:
+        cells = _cells(row)
+        padding = [""] * (len(table.columns) - 1 - refused - len(cells))
+        reason = [row.get("refused", "").removeprefix(f"{row['scheme']} ")] if refused else []
+        table.add_row(row["scheme"], *cells, *padding, *reason)
+    return table
+
+
+def _headings(rows: list[dict[str, Any]]) -> list[str]:
+    headings = ["bytes/token", "smaller"]
+    if any("fits" in row for row in rows):
+        headings += ["context", "bound by"]
+    if any("at_tokens" in row for row in rows):
+        headings += ["cache", "fixed", "working", "together"]
+    return headings
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "refused" in row:
+        return []
+    ratio = row["compression_ratio"]
+    cells = [f"{row['bytes_per_token']:,}", f"{ratio:.2f}x" if ratio else "-"]
+    if fits := row.get("fits"):
+        cells += ["any" if fits["tokens"] is None else f"{fits['tokens']:,}", fits["bound"]]
+    if needed := row.get("at_tokens"):
+        parts = ("cache_bytes", "fixed_bytes", "working_bytes", "total_bytes")
+        cells += [size_text(needed[part]) for part in parts]
+    return cells
+
+
+def _notes(report: dict[str, Any], shape: ModelShape) -> list[str]:
+    layers = report["layers"]
+    lines = [f"{layers['full']} layers have a cache that grows."]
+    if layers["sliding"]:
+        window = shape.of_kind("sliding")[0].window
+        lines.append(f"{layers['sliding']} have a window of {window:,} tokens, a fixed cost.")
+    if layers["recurrent"]:
+        lines.append(f"{layers['recurrent']} have a fixed state, which is not counted.")
+    lines.append(f"Without a scheme an element takes {8 * shape.dtype_bytes} bits (see --dtype).")
+    if report["weight_bytes"] is None:
+        lines.append("The size of the weights is not known here: it is not counted.")
+    else:
+        lines.append(f"The weights take {size_text(report['weight_bytes'])} once loaded.")
+    return lines
+
+
+def size_text(n_bytes: int) -> str:
+    """Write bytes in powers of ten.
+
+    >>> size_text(24 * 10**9), size_text(145_000_000), size_text(512)
+    ('24.00 GB', '145.0 MB', '0.5 kB')
+    """
+    if n_bytes >= 10**9:
+        return f"{n_bytes / 10**9:.2f} GB"
+    if n_bytes >= 10**6:
+        return f"{n_bytes / 10**6:.1f} MB"
+    return f"{n_bytes / 10**3:.1f} kB"

@@ -1,0 +1,167 @@
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from kvstow.cli import main
+from kvstow.cli.fit import SCHEMES
+
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+    },
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+WEIGHT_BYTES = 1_000_000
+
+
+@pytest.fixture
+def fit(tmp_path):
+    """Run ``kvstow fit`` on a directory with a config and a file of `WEIGHT_BYTES` weights."""
+
+    def run(config, *options):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.truncate(WEIGHT_BYTES)
+        return CliRunner().invoke(main, ["fit", "--model", str(tmp_path), *options])
+
+    return run
+
+
+def report(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_every_scheme_has_a_row_in_the_order_of_the_list(fit):
+    rows = report(fit(LLAMA_8B, "--json"))["schemes"]
+    assert [row["scheme"] for row in rows] == list(SCHEMES)
+    assert [row["bytes_per_token"] for row in rows[:2]] == [131072, 69632]
+
+
+def test_the_schemes_asked_for_are_shown_and_no_others(fit):
+    options = ["--kv-quant", "turbo:k8v3", "--kv-quant", "off", "--json"]
+    rows = report(fit(LLAMA_8B, *options))["schemes"]
+    assert [row["scheme"] for row in rows] == ["turbo:k8v3", "off"]
+    assert rows[0]["bytes_per_token"] == 32 * 8 * 200
+    assert rows[0]["compression_ratio"] == 2.56
+
+
+def test_weights_come_from_the_size_of_the_files(fit):
+    assert report(fit(LLAMA_8B, "--json"))["weight_bytes"] == WEIGHT_BYTES
+
+
+def test_more_memory_holds_more_context_up_to_the_limit_of_the_model(fit):
+    options = ["--kv-quant", "turbo:k8v3", "--json", "--memory"]
+    fits = [
+        report(fit(LLAMA_8B, *options, memory))["schemes"][0]["fits"]
+        for memory in ("2GB", "2GiB", "40GB")
+    ]
+    assert fits[0]["tokens"] < fits[1]["tokens"] < fits[2]["tokens"] == 131072
+    assert [fit["bound"] for fit in fits] == ["memory", "memory", "model"]
+
+
+def test_a_context_of_some_tokens_is_priced_in_parts(fit):
+    options = ["--kv-quant", "turbo:k8v3", "--json", "--tokens", "1000"]
+    needed = report(fit(LLAMA_8B, *options))["schemes"][0]["at_tokens"]
+    assert needed["cache_bytes"] == 1024 * 32 * 8 * 200
+    parts = ("cache_bytes", "fixed_bytes", "working_bytes")
+    assert needed["total_bytes"] == sum(needed[part] for part in parts)
+
+
+def test_a_sliding_window_is_a_fixed_cost(fit):
+    result = report(fit(GEMMA3_4B, "--kv-quant", "off", "--tokens", "100000", "--json"))
+    assert result["layers"] == {"full": 5, "sliding": 29, "recurrent": 0}
+    assert result["schemes"][0]["bytes_per_token"] == 5 * 4 * 2 * 256 * 2
+    assert "29 have a window of 1,024 tokens, a fixed cost." in fit(GEMMA3_4B).output
+
+
+def test_the_table_shows_the_same_numbers(fit):
+    lines = fit(LLAMA_8B, "--memory", "20GB", "--tokens", "1000").output.splitlines()
+    headings = ["bytes/token", "smaller", "context", "bound", "by", "cache", "fixed", "working"]
+    assert lines[0].split() == ["scheme", *headings, "together"]
+    (turbo,) = (line.split() for line in lines if line.startswith("turbo:k8v3 "))
+    assert turbo[:5] == ["turbo:k8v3", "51,200", "2.56x", "131,072", "model"]
+
+
+def test_a_scheme_that_refuses_the_model_stays_in_the_table_with_its_reason(fit):
+    config = LLAMA_8B | {"head_dim": 80}
+    rows = {
+        row["scheme"]: row for row in report(fit(config, "--json", "--memory", "20GB"))["schemes"]
+    }
+    assert "the model has 80" in rows["turbo:k8v3"]["refused"]
+    assert "the model has 80" in rows["affine:8"]["refused"]
+    assert rows["off"]["fits"]["tokens"] > 0
+    table = fit(config, "--memory", "20GB").output
+    assert "needs head_dim in (64, 128, 256, 512), the model has 80" in table
+
+
+def test_memory_smaller_than_the_weights_is_an_error(fit):
+    result = fit(LLAMA_8B, "--memory", "1MB")
+    assert result.exit_code == 1
+    assert "1.0 MB of memory does not hold the model's weights, which take 1.0 MB" in result.output
+
+
+def test_memory_that_holds_the_weights_and_no_token_fits_none(fit):
+    result = report(fit(LLAMA_8B, "--memory", "1.1MB", "--kv-quant", "off", "--json"))
+    assert result["schemes"][0]["fits"] == {"tokens": 0, "bound": "memory"}
+
+
+def test_a_config_that_lacks_a_key_is_an_error_that_names_it(fit):
+    result = fit({k: v for k, v in LLAMA_8B.items() if k != "num_hidden_layers"})
+    assert (result.exit_code, result.output) == (1, "Error: the config lacks 'num_hidden_layers'\n")
+
+
+def test_latent_attention_is_refused_with_the_reason(fit):
+    result = fit(LLAMA_8B | {"model_type": "deepseek_v3", "kv_lora_rank": 512})
+    assert result.exit_code == 1
+    assert "kv_lora_rank" in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [["--memory", "x"], ["--tokens", "0"], ["--kv-quant", "turbo:k8"]]
+)
+def test_an_option_that_cannot_be_read_is_a_usage_error(fit, options):
+    result = fit(LLAMA_8B, *options)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{options[0]}'" in result.output
+
+
+def test_a_wider_dtype_doubles_what_is_not_packed(fit):
+    options = ["--kv-quant", "off", "--kv-quant", "turbo:k8v3", "--json"]
+    half, single = (
+        report(fit(LLAMA_8B, *options, "--dtype", dtype)) for dtype in ("bfloat16", "float32")
+    )
+    assert single["dtype_bytes"] == 2 * half["dtype_bytes"] == 4
+    before, after = ([row["bytes_per_token"] for row in x["schemes"]] for x in (half, single))
+    assert (after[0], after[1]) == (2 * before[0], before[1])
+
+
+@pytest.mark.model
+def test_the_demo_model_is_priced_as_it_will_be_loaded():
+    options = ["fit", "--json", "--kv-quant", "turbo:k8v3", "--dtype"]
+    half, single = (CliRunner().invoke(main, [*options, d]) for d in ("bfloat16", "float32"))
+    if half.exit_code and os.environ.get("KVSTOW_REQUIRE_DEMO") != "1":
+        pytest.skip(half.output)
+    assert report(half)["layers"] == {"full": 30, "sliding": 0, "recurrent": 0}
+    assert report(half)["schemes"][0]["bytes_per_token"] == 30 * 3 * 100
+    assert report(half)["weight_bytes"] == 2 * 134_515_008
+    assert report(single)["weight_bytes"] == 4 * 134_515_008
