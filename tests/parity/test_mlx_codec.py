@@ -137,6 +137,44 @@ def test_a_strided_window_decodes_as_its_copy(rng, head_dim):
         assert_same(mlx.decode_values(window, bits=bits, head_dim=head_dim), want)
 
 
+def ulps_around(x, n=20):
+    """The float32 neighbours of `x`."""
+    bits = np.float32(x).view(np.int32) + np.arange(-n, n + 1, dtype=np.int32)
+    return bits.view(np.float32)
+
+
+# Scales around 2**-16, where the guard begins, and around 65504 and 65520, where float16 ends.
+@pytest.mark.parametrize("scale", [255.5 * 2.0**-24, 2.0**-16, 65504, 65520])
+@pytest.mark.parametrize("bits", KEY_BITS)
+def test_the_guard_begins_at_the_same_key_scale(bits, scale):
+    high = ulps_around(scale * reference.n_steps(bits))
+    keys = np.zeros((len(high), 32), np.float32)
+    keys[:, 0], keys[:, 1] = high, high / 3
+    want = reference.encode_keys(keys, bits=bits, guard=True)
+    assert_same_planes(mlx.encode_keys(mx.array(keys), bits=bits, guard=True), want)
+
+
+@pytest.mark.parametrize("zero", [-65520, -65519.5, 65503.5, 65504, 65519.5, 65520])
+@pytest.mark.parametrize("bits", KEY_BITS)
+def test_the_guard_begins_at_the_same_key_zero(bits, zero):
+    low = zero - (reference.n_steps(bits) / 2 if bits == 8 else 0)
+    keys = np.full((41, 32), low, np.float32)
+    keys[:, 0] = ulps_around(low + reference.n_steps(bits))
+    want = reference.encode_keys(keys, bits=bits, guard=True)
+    assert_same_planes(mlx.encode_keys(mx.array(keys), bits=bits, guard=True), want)
+
+
+def test_the_guard_begins_at_the_same_value_scale(rng):
+    vectors = rng.standard_normal((400, 64)).astype(np.float32)
+    rms = np.sqrt(np.mean(reference.rotate(vectors)[:, :32] ** 2, axis=-1, keepdims=True))
+    values = (np.linspace(65500, 65524, 400)[:, None] * vectors / rms).astype(np.float32)
+    one_hot = np.eye(64, dtype=np.float32)[0] * ulps_around(8 * 65520)[:, None]  # even groups
+    values = np.concatenate([values, one_hot, np.full((1, 64), 2.0**100, np.float32)])
+    for bits in VALUE_BITS:
+        want = reference.encode_values(values, bits=bits, guard=True)
+        assert_same_planes(mlx.encode_values(mx.array(values), bits=bits, guard=True), want)
+
+
 @st.composite
 def codes_and_bits(draw):
     bits = draw(st.sampled_from(VALUE_BITS))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, UInt, UInt8
 
 from kvstow.codec import tables
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
@@ -110,7 +110,7 @@ def unrotate(rotated: Float[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
     return mx.hadamard_transform(rotated.astype(mx.float32)) * _signs(rotated.shape[-1])
 
 
-def pack_bits(codes: UInt8[mx.array, "*b d"], *, bits: int) -> UInt8[mx.array, "*b d*{bits}//8"]:
+def pack_bits(codes: UInt[mx.array, "*b d"], *, bits: int) -> UInt8[mx.array, "*b d*{bits}//8"]:
     """See `reference.pack_bits`."""
     if bits == 8:
         return codes.astype(mx.uint8)
@@ -197,7 +197,7 @@ def _is_codable(values: mx.array) -> mx.array:
     return (largest <= LARGEST_VALUE)[..., None]
 
 
-def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt8[mx.array, "*b d"]:
+def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt[mx.array, "*b d"]:
     boundaries = tables.BOUNDARIES[bits]
     if bits == 8 or units.size <= 4096:
         below = mx.searchsorted(_boundaries(bits), units)  # NaN: all of them
