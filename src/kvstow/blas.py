@@ -25,7 +25,6 @@ from kvstow.errors import KvstowError
 
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 CHOICES = ("auto", "off", "openblas", "mkl")
-INSTALL = "pip install scipy-openblas32"
 # Relocations that fill in a function's address: GLOB_DAT and JUMP_SLOT.
 _SLOT_KINDS = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 _PROT_READ_WRITE = 1 | 2
@@ -125,11 +124,11 @@ def _decide(choice: str) -> BlasReport:
         return _nothing("mlx is not installed")
     if mx.default_device() != mx.cpu:
         return _nothing("mlx runs on the GPU")
-    for library in _LIBRARIES:
-        if choice in ("auto", library.name) and (path := library.path()) is not None:
+    wanted = [library for library in _LIBRARIES if choice in ("auto", library.name)]
+    for library in wanted:
+        if (path := library.path()) is not None:
             return _install(library, path, mx)
-    wanted = " or ".join(CHOICES[2:]) if choice == "auto" else choice
-    return _nothing(f"slow: {wanted} is not installed; {INSTALL}")
+    return _nothing(f"slow; for a fast one: pip install {wanted[0].package}")
 
 
 def _nothing(reason: str) -> BlasReport:

@@ -1,0 +1,164 @@
+"""Each test runs in its own process: the first call of `use_fast_blas` decides for the process."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvstow import KvstowError
+from kvstow.blas import FUNCTIONS, use_fast_blas
+
+pytestmark = pytest.mark.mlx
+pytest.importorskip("mlx.core")
+on_linux_cpu = pytest.mark.skipif(sys.platform != "linux", reason="macOS has a fast BLAS")
+PACKAGES = {"openblas": "scipy-openblas32", "mkl": "mkl"}
+
+# What the loader says of the function that mlx now calls for a float32 product.
+OWNERS = """
+import ctypes, json, sys
+from kvstow import blas
+
+class Info(ctypes.Structure):
+    _fields_ = [(n, t) for n, t in zip("abcd", [ctypes.c_char_p, ctypes.c_void_p] * 2)]
+
+def owners():
+    found = {}
+    for slot, name in blas.blas_slots().items():
+        info = Info()
+        target = ctypes.c_void_p.from_address(slot)
+        assert ctypes.CDLL(None).dladdr(target, ctypes.byref(info))
+        found[name] = [info.a.decode(), info.c.decode() if info.c else None]
+    return found
+"""
+
+
+def run(code, **environment):
+    """The JSON that `code` prints in a fresh interpreter."""
+    for name in ("KVSTOW_BLAS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment.setdefault(name, None)
+    merged = {k: v for k, v in (dict(os.environ) | environment).items() if v is not None}
+    command = [sys.executable, "-c", OWNERS + code]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=merged)
+    return json.loads(out.stdout)
+
+
+def skip_unless_installed(choice):
+    try:
+        importlib.metadata.version(PACKAGES[choice])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"pip install {PACKAGES[choice]}")
+
+
+REPORT = """
+report = blas.use_fast_blas()
+print(json.dumps([report.name, report.active, report.notice, str(report.path), report.threads,
+                  owners() if sys.platform == "linux" else None]))
+"""
+
+
+@on_linux_cpu
+@pytest.mark.parametrize("choice", PACKAGES)
+@pytest.mark.parametrize("before", ["", "import mlx.core\n"])
+def test_every_product_of_mlx_goes_to_the_chosen_library(choice, before):
+    skip_unless_installed(choice)
+    name, active, notice, path, threads, owners = run(before + REPORT, KVSTOW_BLAS=choice)
+    assert (name, active) == (choice, True)
+    assert notice == f"BLAS: {choice}, threads: {threads} (KVSTOW_BLAS=off for mlx's own)"
+    prefix = {"openblas": "scipy_", "mkl": ""}[choice]
+    assert owners.keys() == set(FUNCTIONS)
+    for function, (file, symbol) in owners.items():
+        assert os.path.realpath(file) == path
+        assert symbol.lower().startswith(prefix + function)  # MKL has aliases
+
+
+@on_linux_cpu
+def test_products_pass_through_the_pointers_that_are_replaced():
+    """With a function that computes nothing in their place, a product is no product."""
+    code = """
+import mlx.core as mx, numpy as np
+slots = [slot for slot, name in blas.blas_slots().items() if name == "cblas_sgemm"]
+nothing = ctypes.cast(ctypes.CDLL(None).getppid, ctypes.c_void_p).value
+blas._point(dict.fromkeys(slots, nothing))
+a = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+print(json.dumps(bool(np.allclose(np.array(mx.array(a) @ mx.array(a)), a @ a))))
+"""
+    assert run(code) is False
+
+
+@on_linux_cpu
+def test_a_library_that_gives_wrong_products_is_taken_out_again():
+    skip_unless_installed("openblas")
+    code = """
+import mlx.core
+before = owners()
+blas._products_are_right = lambda mx: False
+report = blas.use_fast_blas()
+print(json.dumps([report.active, report.notice, owners() == before]))
+"""
+    active, notice, restored = run(code)
+    assert (active, restored) == (False, True)
+    assert "gave wrong products" in notice
+
+
+@on_linux_cpu
+def test_the_check_finds_a_wrong_product():
+    code = """
+import mlx.core as mx
+class Wrong:
+    def __getattr__(self, name): return getattr(mx, name)
+    def array(self, a, dtype): return mx.array(a, dtype) * 1.01
+print(json.dumps([blas._products_are_right(mx), blas._products_are_right(Wrong())]))
+"""
+    assert run(code) == [True, False]
+
+
+def test_off_leaves_mlx_as_it_is():
+    name, active, notice, _, _, owners = run(REPORT, KVSTOW_BLAS="off")
+    assert (name, active, notice) == ("bundled", False, "BLAS: mlx's own (KVSTOW_BLAS=off)")
+    assert not owners or not any(file.endswith("openblas.so") for file, _ in owners.values())
+
+
+@on_linux_cpu
+@pytest.mark.parametrize("choice", ["auto", "mkl"])
+def test_a_library_that_is_not_installed_is_named_with_its_command(choice):
+    code = """
+def files(package): raise blas.importlib.metadata.PackageNotFoundError(package)
+blas.importlib.metadata.files = files
+print(json.dumps(blas.use_fast_blas().notice))
+"""
+    command = {"auto": "pip install scipy-openblas32", "mkl": "pip install mkl"}[choice]
+    assert run(code, KVSTOW_BLAS=choice).endswith(f"{command})")
+
+
+@on_linux_cpu
+def test_one_processor_is_left_free_unless_the_number_of_threads_is_set():
+    skip_unless_installed("openblas")
+    code = """
+import os
+os.sched_getaffinity = lambda _: set(range(3))
+blas._available_cpus = lambda: 3
+print(json.dumps(blas.use_fast_blas().threads))
+"""
+    assert run(code) == 2
+    assert run(code, OPENBLAS_NUM_THREADS="1") == 1
+
+
+def test_a_machine_that_is_not_known_is_left_alone():
+    code = """
+blas.platform.machine = lambda: "riscv64"
+print(json.dumps(blas.use_fast_blas().notice))
+"""
+    assert "riscv64" in run(code)
+
+
+def test_an_unknown_choice_is_refused_with_those_allowed(monkeypatch):
+    monkeypatch.setenv("KVSTOW_BLAS", "atlas")
+    with pytest.raises(KvstowError, match="one of auto, off, openblas, mkl; got 'atlas'"):
+        use_fast_blas()
+
+
+def test_the_second_call_repeats_the_first_report():
+    assert use_fast_blas() is use_fast_blas()
