@@ -1,5 +1,7 @@
 """The MLX codec equals the numpy definition bit for bit, on vectors of every kind."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -173,6 +175,32 @@ def test_the_guard_begins_at_the_same_value_scale(rng):
     for bits in VALUE_BITS:
         want = reference.encode_values(values, bits=bits, guard=True)
         assert_same_planes(mlx.encode_values(mx.array(values), bits=bits, guard=True), want)
+
+
+def test_no_tokens_encode_to_no_bytes_and_back():
+    nothing = np.zeros((1, 3, 0, 64), np.float32)
+    for bits in KEY_BITS:
+        want = reference.encode_keys(nothing, bits=bits, guard=True)
+        got = mlx.encode_keys(mx.array(nothing), bits=bits, guard=True)
+        assert_same_planes(got, want)
+        assert_same(mlx.decode_keys(got, bits=bits), nothing)
+    for bits in VALUE_BITS:
+        want = reference.encode_values(nothing, bits=bits, guard=True)
+        got = mlx.encode_values(mx.array(nothing), bits=bits, guard=True)
+        assert_same_planes(got, want)
+        assert_same(mlx.decode_values(got, bits=bits, head_dim=64), nothing)
+
+
+def test_constants_serve_every_thread(rng):
+    values = rng.standard_normal((5, 64)).astype(np.float32)
+    want = reference.encode_values(values, bits=3)
+
+    def encode():
+        return [np.array(plane) for plane in mlx.encode_values(mx.array(values), bits=3)]
+
+    with ThreadPoolExecutor(1) as other:
+        assert_same_planes(other.submit(encode).result(), want)
+    assert_same_planes(encode(), want)
 
 
 @st.composite

@@ -1,4 +1,8 @@
-"""`reference`, on MLX arrays. Function for function, in the same order."""
+"""`reference`, on MLX arrays. Function for function, in the same order.
+
+Equal to it bit for bit on the CPU back-end. A graph of few operations matters more
+than their size: each costs about 2 us, for every layer and every token generated.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -69,7 +73,7 @@ def encode_values(
     """See `reference.encode_values`."""
     check_values(bits, values.shape[-1])
     groups = _groups(rotate(values))
-    total = mx.cumsum(groups * groups, axis=-1)[..., -1:]  # left to right
+    total = mx.cumsum(groups * groups, axis=-1)[..., -1:]  # left to right, as `sum` need not be
     rms = mx.sqrt(total / GROUP_SIZE)
     if guard:
         saturated = (rms >= FLOAT16_OVERFLOW) & _is_codable(values)
@@ -101,25 +105,26 @@ def dequantize_values(
 def rotate(values: Float[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
     """See `reference.rotate`."""
     check_rotation(values.shape[-1])
-    return mx.hadamard_transform(values.astype(mx.float32) * _signs(values.shape[-1]))
+    return _walsh_hadamard(values.astype(mx.float32) * _signs(values.shape[-1]))
 
 
 def unrotate(rotated: Float[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
     """See `reference.unrotate`."""
     check_rotation(rotated.shape[-1])
-    return mx.hadamard_transform(rotated.astype(mx.float32)) * _signs(rotated.shape[-1])
+    return _walsh_hadamard(rotated.astype(mx.float32)) * _signs(rotated.shape[-1])
 
 
 def pack_bits(codes: UInt[mx.array, "*b d"], *, bits: int) -> UInt8[mx.array, "*b d*{bits}//8"]:
-    """See `reference.pack_bits`."""
+    """See `reference.pack_bits`; here ``d`` is a multiple of 32."""
     if bits == 8:
         return codes.astype(mx.uint8)
     shifts = _shifts(bits)
-    lead = codes.shape[:-1]
-    words = codes.reshape(*lead, -1, shifts.size).astype(shifts.dtype)
+    *lead, head_dim = codes.shape
+    words = codes.reshape(*lead, head_dim // shifts.size, shifts.size).astype(shifts.dtype)
     octets = (words << shifts).sum(axis=-1).view(mx.uint8)
     if bits in (3, 5):  # the word of 8 codes has empty bytes on top
-        octets = octets.reshape(*lead, -1, 8)[..., :bits].reshape(*lead, -1)
+        octets = octets.reshape(*lead, head_dim // 8, 8)[..., :bits]
+        octets = octets.reshape(*lead, head_dim * bits // 8)
     return octets
 
 
@@ -161,10 +166,10 @@ def _affine(low: mx.array, high: mx.array, middle: mx.array, bits: int) -> _Affi
 def _guarded(
     parity: _Affine, low: mx.array, high: mx.array, middle: mx.array, bits: int
 ) -> _Affine:
-    """See `reference._guarded`. Every operation counts, at 2 us each per layer and token."""
-    n_steps, zero_limit = GUARD_STEPS[bits]
+    """See `reference._guarded`."""
+    guard_steps, zero_limit = GUARD_STEPS[bits]
     largest = mx.maximum(-low, high)
-    scales = mx.maximum(high / n_steps - low / n_steps, largest / zero_limit)
+    scales = mx.maximum(high / guard_steps - low / guard_steps, largest / zero_limit)
     scales = _float16_above(mx.clip(scales, SMALLEST_SCALE, FLOAT16_MAX))
     offsets = mx.clip(_to_steps(middle, scales, bits), -FLOAT16_MAX, FLOAT16_MAX)
     offsets = offsets.astype(mx.float16).astype(mx.float32)
@@ -227,7 +232,7 @@ def _pairs(packed: UInt8[mx.array, "*b p"], bits: int) -> mx.array:
     if bits == 2:
         return _spread(packed.reshape(-1).astype(mx.uint16), 4, 8).view(mx.uint8)
     word, index, lane = (mx.uint32, mx.uint8, 8) if bits == 3 else (mx.uint64, mx.uint16, 16)
-    octets = packed.reshape(-1, bits)  # 8 codes
+    octets = packed.reshape(packed.size // bits, bits)  # 8 codes
     top = mx.zeros((octets.shape[0], word.size - bits), mx.uint8)
     words = mx.concatenate([octets, top], axis=-1).view(word).reshape(-1)
     words = _spread(words, 4 * bits, 2 * lane)
@@ -243,6 +248,11 @@ def _spread(words: mx.array, width: int, lane: int) -> mx.array:
 
 def _groups(x: mx.array) -> Float32[mx.array, "*b g 32"]:
     return x.astype(mx.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP_SIZE, GROUP_SIZE)
+
+
+def _walsh_hadamard(x: Float32[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
+    # On the CPU this is the butterfly of the reference, order included.
+    return mx.hadamard_transform(x) if x.size else x
 
 
 # Constants are made from numpy: they hold data, not a graph bound to one thread's stream.

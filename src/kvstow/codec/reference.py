@@ -250,10 +250,10 @@ def _guarded(
     bits: int,
 ) -> _Affine:
     """`parity`, but where it is not sane: a scale rounded up and a fractional zero."""
-    n_steps, zero_limit = GUARD_STEPS[bits]
+    guard_steps, zero_limit = GUARD_STEPS[bits]
     middle = 0.5 * low + 0.5 * high if bits == 8 else low
     largest = np.maximum(-low, high)
-    scales = np.maximum(high / n_steps - low / n_steps, largest / zero_limit)
+    scales = np.maximum(high / guard_steps - low / guard_steps, largest / zero_limit)
     scales = _float16_above(np.clip(scales, SMALLEST_SCALE, FLOAT16_MAX))
     divisors = scales.astype(np.float32)
     zeros = np.clip(middle / divisors, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16)
