@@ -73,7 +73,7 @@ def test_a_head_of_its_own_unties_the_embeddings(tiny_gguf):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"blk.1.ffn_up.weight": None}, r"lacks 1 tensors, such as 'blk.1.ffn_up.weight'"),
+        ({"blk.1.ffn_up.weight": None}, r"lacks 1 of its tensors, such as 'blk.1.ffn_up.weight'"),
         ({"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}, "mixture of experts"),
         ({"rope_freqs.weight": np.linspace(1, 5, 32, dtype=np.float32)}, "not those of Llama 3"),
     ],

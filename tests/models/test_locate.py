@@ -59,6 +59,12 @@ def test_a_name_that_is_nothing_is_refused_with_what_is_allowed_and_what_was_got
     assert repr(text) in str(refusal.value)
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "~no-such-user/model"])
+def test_a_name_that_cannot_even_be_looked_up_is_refused(text):
+    with pytest.raises(ModelNotFound, match="cannot look up"):
+        locate(text)
+
+
 def test_a_file_that_is_no_gguf_is_refused_with_what_it_starts_with(tmp_path):
     path = tmp_path / "notes.gguf"
     path.write_bytes(b"hello")

@@ -171,7 +171,9 @@ def _check_tensors(gguf: GgufFile, architecture: str, n_layers: int) -> None:
         stems += ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
     needed |= {f"blk.{layer}.{stem}" for layer in range(n_layers) for stem in stems}
     if missing := sorted(needed - gguf.tensors.keys()):
-        raise ModelFileError(f"{gguf.path} lacks {len(missing)} tensors, such as {missing[0]!r}")
+        raise ModelFileError(
+            f"{gguf.path} lacks {len(missing)} of its tensors, such as {missing[0]!r}"
+        )
     for name in gguf.tensors:
         if name != ROPE_FACTORS and mlx_name(architecture, name) is None:
             raise ModelFileError(

@@ -51,10 +51,16 @@ def locate(model: str) -> Source:
     """
     if model in BUNDLED:
         return Source("gguf", model, _bundled(model))
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long, not permitted, no such user
+        raise ModelNotFound(
+            f"cannot look up {model[:80]!r}: {error}; expected {ALLOWED}"
+        ) from error
+    if model and is_directory:
         return Source("directory", model, _checked_directory(path))
-    if model and path.exists():
+    if model and exists:
         return Source("gguf", model, _checked_gguf(path))
     looks_like_a_path = model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")
     if _HUB_ID.fullmatch(model) and not looks_like_a_path:
