@@ -3,6 +3,7 @@
 Nothing here imports an array framework.
 """
 
+from kvstow.blas import use_fast_blas
 from kvstow.errors import (
     KvstowError,
     MissingDependency,
@@ -13,6 +14,7 @@ from kvstow.errors import (
     UnsupportedModel,
 )
 from kvstow.integrations import AttachReport, KVUsage, attach, attached, detach, usage
+from kvstow.models import load
 from kvstow.scheme import Scheme
 
 __all__ = [
@@ -29,5 +31,7 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "load",
     "usage",
+    "use_fast_blas",
 ]

@@ -14,7 +14,7 @@ tokens), ``+stored`` (even the first append attends to what is stored).
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvstow.errors import SchemeError, UnsupportedModel
 
@@ -130,7 +130,11 @@ class Affine(Scheme):
         return f"affine:{self.bits}" + ("" if default else f"g{self.group_size}")
 
     def check_head_dim(self, head_dim: int) -> None:
-        """See `Scheme.check_head_dim`."""
+        """See `Scheme.check_head_dim`.
+
+        Raises:
+            UnsupportedModel: As there.
+        """
         if head_dim % self.group_size:
             raise UnsupportedModel(
                 f"{self} needs a head_dim that is a multiple of {self.group_size}, "
@@ -174,7 +178,11 @@ class Turbo(Scheme):
         return f"turbo:k{self.key_bits}v{self.value_bits}{start}{stored}"
 
     def check_head_dim(self, head_dim: int) -> None:
-        """See `Scheme.check_head_dim`."""
+        """See `Scheme.check_head_dim`.
+
+        Raises:
+            UnsupportedModel: As there.
+        """
         if head_dim not in HEAD_DIMS:
             raise UnsupportedModel(
                 f"{self} needs head_dim in {HEAD_DIMS}, the model has {head_dim}"
@@ -197,9 +205,10 @@ def _check_in(name: str, got: int, allowed: tuple[int, ...]) -> None:
         raise SchemeError(f"{name} must be one of {allowed}, got {got}; expected {GRAMMAR}")
 
 
-def _parse_options(words: list[str]) -> dict[str, int | bool]:
-    options: dict[str, int | bool] = {}
+def _parse_options(words: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     for word in words:
+        value: int | bool
         if word == "stored":
             name, value = "stored", True
         elif match := _START.fullmatch(word):

@@ -60,6 +60,12 @@ class PackedStore:
         self._planes = tuple(map(copy.copy, planes))
         self.offset = offset
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedStore":
+        """A store of its own. MLX copies no data until one of the two is written to."""
+        twin = PackedStore(self._xp)
+        twin.restore(self._planes, self.offset)
+        return twin
+
     def append(self, keys: PackedKeys, values: PackedValues) -> None:
         """Write tokens after the last one, growing the planes when they are full."""
         new = (*keys, *values)

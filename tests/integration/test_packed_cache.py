@@ -16,6 +16,7 @@ from kvstow.codec import reference as codec
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
+deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
 attention = pytest.importorskip("kvstow.attention.mlx")
 
 pytestmark = pytest.mark.mlx
@@ -143,7 +144,8 @@ def test_what_is_stored_differs_from_what_was_given(draw):
 def test_only_the_deferred_class_hands_out_a_packed_window(draw):
     for cls, kind in ((PackedKVCache, mx.array), (DeferredKVCache, attention.PackedWindow)):
         cache, tokens = filled(cls, draw(3)), draw(1)
-        fetched = cache.update_and_fetch(mx.array(tokens.k), mx.array(tokens.v))
+        with deferred.installed():
+            fetched = cache.update_and_fetch(mx.array(tokens.k), mx.array(tokens.v))
         assert all(isinstance(x, kind) for x in fetched)
 
 

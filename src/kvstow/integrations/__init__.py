@@ -15,7 +15,7 @@ from kvstow.scheme import Scheme
 
 __all__ = ["AttachReport", "KVUsage", "attach", "attached", "detach", "usage"]
 
-_HOSTS = {"mlx": "mlx_lm"}
+_HOSTS = {"mlx.nn": "mlx_lm"}  # package of the model's base class: adapter
 
 
 def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") -> AttachReport:
@@ -88,7 +88,7 @@ def usage(cache: list[Any]) -> KVUsage:
 
 def _adapter(model: Any) -> Any:
     for base in type(model).__mro__:
-        framework = base.__module__.partition(".")[0]
-        if framework in _HOSTS:
-            return importlib.import_module(f"{__name__}.{_HOSTS[framework]}")
+        package = ".".join(base.__module__.split(".")[:2])
+        if package in _HOSTS:
+            return importlib.import_module(f"{__name__}.{_HOSTS[package]}")
     raise UnsupportedModel(f"expected an mlx-lm model, got {type(model).__name__}")

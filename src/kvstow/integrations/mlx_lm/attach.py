@@ -103,7 +103,11 @@ def restore(model: Any, factory: CacheFactory | None) -> None:
 
 
 def _plain_maker(model: Any) -> Any:
-    return getattr(model, "make_cache", lambda: [host.KVCache() for _ in model.layers])
+    if hasattr(model, "make_cache"):
+        return model.make_cache
+    if hasattr(model, "layers"):
+        return lambda: [host.KVCache() for _ in model.layers]
+    raise UnsupportedModel(f"expected an mlx-lm model, got {type(model).__name__} without layers")
 
 
 def _under(scheme: Scheme, fetch: str, indices: set[int], caches: list[Any]) -> list[Any]:

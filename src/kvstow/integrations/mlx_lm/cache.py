@@ -14,6 +14,7 @@ server would batch it); only `DeferredKVCache` has ``bits``.
 ``tests/contracts/test_mlx_lm.py`` holds mlx-lm to this.
 """
 
+import copy
 from typing import Any, Self
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from kvstow.attention.mlx import PackedWindow, decode_window
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
+from kvstow.integrations.mlx_lm import deferred
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
 from kvstow.store import PackedStore
 
@@ -92,6 +94,13 @@ class PackedKVCache:
         """The stored planes, not decoded."""
         return PackedWindow(*self._store.allocated(), self._store.offset, self.scheme)
 
+    @property
+    def n_elements(self) -> int:
+        """Key and value elements that the allocated memory has room for."""
+        groups = sum(plane.size for plane in self._store.planes[1::3])  # scales of keys, values
+        plain = sum(a.size for a in (self._plain.keys, self._plain.values) if a is not None)
+        return int(groups * GROUP_SIZE + plain)
+
     def packed(self) -> tuple[PackedKeys, PackedValues]:
         """The planes of the tokens stored, ``(b, h, offset, *)``."""
         return self._store.window()
@@ -99,7 +108,8 @@ class PackedKVCache:
     @property
     def state(self) -> tuple[Any, ...]:
         """Arrays first, then what `from_state` needs to read them."""
-        arrays = self._store.planes if self.is_packed else self._plain.state[:2]
+        plain = map(copy.copy, (self._plain.keys, self._plain.values))
+        arrays = self._store.planes if self.is_packed else tuple(plain)
         dtype = str(self._dtype).removeprefix("mlx.core.")
         return (arrays, self.is_packed, self.offset, str(self.scheme), dtype)
 
@@ -114,7 +124,7 @@ class PackedKVCache:
         if is_packed:
             self._store.restore(tuple(arrays), offset)
         elif arrays[0] is not None:
-            self._plain.state = (*(mx.array(a) for a in arrays), offset)
+            self._plain.state = (*map(copy.copy, arrays), offset)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> Self:
@@ -122,6 +132,10 @@ class PackedKVCache:
         cache = cls.__new__(cls)
         cache.state = state
         return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache of its own, without copying data until one of the two grows."""
+        return type(self).from_state(self.state)
 
     def is_trimmable(self) -> bool:
         """Always: groups lie along head_dim, so any number of tokens can go."""
@@ -196,16 +210,25 @@ class DeferredKVCache(PackedKVCache):
     """A `PackedKVCache` that hands its packed window to `deferred.attention`.
 
     ``bits`` is what makes mlx-lm's attention call the function that `deferred`
-    replaces; the window is decoded there, and its values stay rotated.
+    replaces; the window is decoded there, and its values stay rotated. A cache that
+    outlives the attachment has no ``bits`` and fetches eagerly.
     """
 
     group_size = GROUP_SIZE
 
     @property
     def bits(self) -> int:
-        """Read by mlx-lm, and not used by `deferred.attention`."""
+        """Read by mlx-lm, and not used by `deferred.attention`.
+
+        Raises:
+            AttributeError: If nothing is attached, as on a cache without ``bits``.
+        """
+        if not deferred.is_installed():
+            raise AttributeError("bits")
         return self.scheme.key_bits
 
     def _fetch(self) -> tuple[Fetched, Fetched]:
+        if not deferred.is_installed():
+            return self.keys_and_values()
         window = self.window()
         return window, window

@@ -43,6 +43,11 @@ def remove() -> None:
         base.quantized_scaled_dot_product_attention = _original
 
 
+def is_installed() -> bool:
+    """Whether a packed window handed to mlx-lm's attention arrives here."""
+    return _users > 0
+
+
 @contextmanager
 def installed() -> Iterator[_Calls]:
     """Install for the length of the block; yields the count of packed windows that arrive."""

@@ -9,7 +9,6 @@ from mlx_lm.models.cache import QuantizedKVCache
 from kvstow.codec import mlx as codec
 from kvstow.integrations.mlx_lm.cache import PackedKVCache
 from kvstow.integrations.report import KVUsage
-from kvstow.scheme import GROUP_SIZE
 
 
 def usage(cache: list[Any]) -> KVUsage:
@@ -41,11 +40,10 @@ def _capacity(cache: Any) -> int:
 def _bytes_bf16(cache: Any) -> int:
     """The same elements in two bytes each, whatever they are stored as."""
     elements: int
-    if cache.empty():
-        return 0
-    if isinstance(cache, PackedKVCache) and cache.is_packed:
-        keys, values = cache.window().keys, cache.window().values
-        elements = (keys.scales.size + values.scales.size) * GROUP_SIZE
+    if isinstance(cache, PackedKVCache):
+        elements = cache.n_elements
+    elif cache.empty():
+        elements = 0
     elif isinstance(cache, QuantizedKVCache) and cache.keys and cache.values:
         elements = (cache.keys[1].size + cache.values[1].size) * cache.group_size
     else:
