@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstow.codec import reference
 from kvstow.scheme import KEY_BITS, VALUE_BITS
 
+# A loaded machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS = 16
 kinds = st.sampled_from(["centred", "offset", "constant", "one-hot", "subnormal", "any bits"])
 
@@ -45,6 +47,7 @@ def is_sane(keys):
     return (scales >= 2.0**-16) & np.isfinite(scales) & np.isfinite(zeros)
 
 
+@unhurried
 @given(finite_vectors(), st.sampled_from(KEY_BITS))
 def test_finite_keys_decode_to_finite_keys(keys, bits):
     packed = reference.encode_keys(keys, bits=bits, guard=True)
@@ -53,6 +56,7 @@ def test_finite_keys_decode_to_finite_keys(keys, bits):
     assert np.isfinite(reference.decode_keys(packed, bits=bits, dtype=np.float16)).all()
 
 
+@unhurried
 @given(finite_vectors(), st.sampled_from(VALUE_BITS))
 def test_finite_values_decode_to_finite_values(values, bits):
     values = np.clip(values, -(2.0**100), 2.0**100)
@@ -61,6 +65,7 @@ def test_finite_values_decode_to_finite_values(values, bits):
     assert np.isfinite(reference.decode_values(packed, bits=bits, head_dim=64)).all()
 
 
+@unhurried
 @given(finite_vectors(), st.sampled_from(KEY_BITS))
 def test_keys_that_parity_stores_sanely_keep_their_bytes(keys, bits):
     parity = reference.encode_keys(keys, bits=bits)
@@ -71,6 +76,7 @@ def test_keys_that_parity_stores_sanely_keep_their_bytes(keys, bits):
         assert planes[0].tobytes() == planes[1].tobytes()
 
 
+@unhurried
 @given(finite_vectors(), st.sampled_from(VALUE_BITS))
 def test_values_within_float16_keep_their_bytes(values, bits):
     parity = reference.encode_values(values, bits=bits)
@@ -81,6 +87,7 @@ def test_values_within_float16_keep_their_bytes(values, bits):
         assert planes[0].tobytes() == planes[1].tobytes()
 
 
+@unhurried
 @given(finite_vectors(), st.sampled_from(KEY_BITS))
 def test_guarded_keys_err_by_half_a_step(keys, bits):
     guarded = ~is_sane(reference.encode_keys(keys, bits=bits))
@@ -93,6 +100,7 @@ def test_guarded_keys_err_by_half_a_step(keys, bits):
     assert (error <= 3e-8)[inside & (scales[..., 0] == 2.0**-24)].all()
 
 
+@unhurried
 @given(st.floats(-8, 7), st.booleans(), st.sampled_from(KEY_BITS))
 def test_constant_keys_decode_within_a_half_per_mille(exponent, negative, bits):
     value = np.float32((-1 if negative else 1) * 10.0**exponent)

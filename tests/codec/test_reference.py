@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvstow.codec import backend_of, reference
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
+
+# A loaded machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def round_trip(values, bits):
@@ -117,6 +120,7 @@ def codes_and_bits(draw):
     return draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, 2**bits - 1))), bits
 
 
+@unhurried
 @given(codes_and_bits())
 def test_unpacking_undoes_packing(case):
     codes, bits = case
@@ -124,6 +128,7 @@ def test_unpacking_undoes_packing(case):
     np.testing.assert_array_equal(reference.unpack_bits(packed, bits=bits), codes)
 
 
+@unhurried
 @given(codes_and_bits())
 def test_a_code_lies_where_the_format_says(case):
     codes, bits = case

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -18,6 +18,8 @@ from kvstow.codec import mlx  # noqa: E402
 
 pytestmark = pytest.mark.mlx
 
+# A loaded machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(["normal", "magnitudes", "offset", "constant", "ties", "special", "bits"])
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, max_side=5)
@@ -57,7 +59,7 @@ def assert_same_planes(got, want):
         assert_same(a, b)
 
 
-@settings(deadline=None)
+@unhurried
 @given(kinds, seeds, shapes, st.sampled_from([32, 64, 96, 128]), st.booleans())
 def test_keys_equal_the_definition(kind, seed, lead, head_dim, guard):
     keys = make(kind, seed, (*lead, head_dim))
@@ -69,7 +71,7 @@ def test_keys_equal_the_definition(kind, seed, lead, head_dim, guard):
         assert mlx.count_nonfinite(got) == reference.count_nonfinite(want)
 
 
-@settings(deadline=None)
+@unhurried
 @given(kinds, seeds, shapes, st.sampled_from(HEAD_DIMS), st.booleans())
 def test_values_equal_the_definition(kind, seed, lead, head_dim, guard):
     values = make(kind, seed, (*lead, head_dim))
@@ -109,7 +111,7 @@ def test_half_precision_is_widened_before_anything_else(rng, dtype):
         assert_same_planes(mlx.encode_values(x, bits=bits, guard=True), want)
 
 
-@settings(deadline=None)
+@unhurried
 @given(kinds, seeds, st.integers(1, 70), st.integers(1, 20))
 def test_tokens_encoded_in_pieces_have_the_bytes_of_all_at_once(kind, seed, n_tokens, piece):
     x = mx.array(make(kind, seed, (2, n_tokens, 64)))
@@ -210,6 +212,7 @@ def codes_and_bits(draw):
     return draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, 2**bits - 1))), bits
 
 
+@unhurried
 @given(codes_and_bits())
 def test_codes_pack_to_the_bytes_of_the_definition(case):
     codes, bits = case
@@ -217,6 +220,7 @@ def test_codes_pack_to_the_bytes_of_the_definition(case):
     assert_same(mlx.pack_bits(mx.array(codes), bits=bits), want)
 
 
+@unhurried
 @given(codes_and_bits())
 def test_unpacking_undoes_packing(case):
     codes, bits = case
