@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvstow.codec import mlx as codec
+from kvstow.codec import mlx_step
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
 
@@ -46,7 +47,7 @@ def attend(
     keys, values = decode_window(window, queries.dtype, rotated=True)
     _, hq, n_queries, _ = queries.shape
     rows = (hq // keys.shape[1]) * n_queries
-    if rows <= MAX_PRODUCT_ROWS and mx.default_device() == mx.Device(mx.cpu):
+    if rows <= MAX_PRODUCT_ROWS and not codec.on_gpu():
         output = _products(queries, keys, values, scale, mask)
     else:
         output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -65,19 +66,9 @@ def decode_window(
     """
     # The planes are decoded whole: a slice of the token axis is not contiguous, and
     # copying it costs more than decoding the at most 255 unused tokens.
-    scheme = window.scheme
-    keys = codec.decode_keys(window.keys, bits=scheme.key_bits, dtype=dtype)
-    if rotated:
-        values = codec.narrow(
-            codec.dequantize_values(
-                window.values, bits=scheme.value_bits, head_dim=window.head_dim
-            ),
-            dtype,
-        )
-    else:
-        values = codec.decode_values(
-            window.values, bits=scheme.value_bits, head_dim=window.head_dim, dtype=dtype
-        )
+    keys, values = mlx_step.decode(
+        window.keys, window.values, window.scheme, dtype, rotated=rotated
+    )
     return keys[:, :, : window.n_tokens], values[:, :, : window.n_tokens]
 
 
