@@ -24,15 +24,26 @@ COMMON = {
     "tie_word_embeddings": True,
     "vocab_size": VOCAB,
 }
+LATENT = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
 # What the classes need beside COMMON; a name may stand for a variant of a class.
 CONFIGS = {
     "cohere": {},
-    "deepseek_v2": {
-        "kv_lora_rank": 64,
-        "q_lora_rank": 32,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
+    "cohere2": {"sliding_window_pattern": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "d_model": 256,
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 2, "moe_top_k": 1},
+        "n_heads": 4,
+        "n_layers": 2,
+    },
+    "deepseek_v2": LATENT
+    | {
         "rope_scaling": {
             "beta_fast": 32,
             "beta_slow": 1,
@@ -42,8 +53,34 @@ CONFIGS = {
             "original_max_position_embeddings": 2048,
         },
     },
+    "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG"},
     "gemma2": {},
+    "gemma3": {
+        "text_config": COMMON | {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+    },
     "gemma3_text": {"sliding_window_pattern": 2, "head_dim": 256},
+    "gemma3n": {
+        "text_config": COMMON
+        | {
+            "activation_sparsity_pattern": [0.0] * 6,
+            "altup_active_idx": 0,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 2,
+            "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 16,
+            "intermediate_size": [64] * 6,
+            "laurel_rank": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "query_pre_attn_scalar": 1.0,
+            "rope_local_base_freq": 10000.0,
+            "rope_scaling": None,
+            "vocab_size_per_layer_input": VOCAB,
+        }
+    },
     "gemma4_text": {
         "global_head_dim": 128,
         "hidden_size_per_layer_input": 32,
@@ -64,6 +101,29 @@ CONFIGS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "num_experts_per_tok": 1,
         "num_local_experts": 2,
+    },
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+    },
+    "kimi_vl": {
+        "text_config": COMMON
+        | LATENT
+        | {
+            "model_type": "deepseek_v3",
+            "moe_intermediate_size": 32,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_key_value_heads": 4,
+            "rope_scaling": None,
+        }
     },
     "llama": {},
     "llama-80": {"head_dim": 80},
@@ -126,18 +186,26 @@ class Definition(KVCache):
         self.packed = False
 
     def update_and_fetch(self, keys, values):
-        was_packed = self.packed
+        was_packed, self.packed = self.packed, False
         keys, values = super().update_and_fetch(keys, values)
         self.packed = was_packed or self.offset >= (self.scheme.start_tokens or 1)
-        if not (was_packed or (self.packed and self.scheme.stored)):
-            return keys, values
-        bits = {"keys": self.scheme.key_bits, "values": self.scheme.value_bits}
+        if was_packed or (self.packed and self.scheme.stored):
+            return self.stored(keys, values)
+        return keys, values
+
+    def stored(self, keys, values):
+        """What is left of exact keys and values."""
         k, v = (np.array(x.astype(mx.float32)) for x in (keys, values))
-        packed_k = codec.encode_keys(k, bits=bits["keys"], guard=True)
-        packed_v = codec.encode_values(v, bits=bits["values"], guard=True)
-        k = codec.decode_keys(packed_k, bits=bits["keys"])
-        v = codec.decode_values(packed_v, bits=bits["values"], head_dim=v.shape[-1])
+        packed_k = codec.encode_keys(k, bits=self.scheme.key_bits, guard=True)
+        packed_v = codec.encode_values(v, bits=self.scheme.value_bits, guard=True)
+        k = codec.decode_keys(packed_k, bits=self.scheme.key_bits)
+        v = codec.decode_values(packed_v, bits=self.scheme.value_bits, head_dim=v.shape[-1])
         return mx.array(k).astype(keys.dtype), mx.array(v).astype(values.dtype)
+
+    def keys_and_values(self):
+        """Asked by layers that borrow another's cache; a packed row has only what it stores."""
+        keys, values = super().keys_and_values()
+        return self.stored(keys, values) if self.packed else (keys, values)
 
     def trim(self, n):
         trimmed = super().trim(n)
