@@ -314,6 +314,18 @@ def test_kv_bits_converts_exactly_the_caches_that_have_to_quantized():
     assert cache == [converted, too_short, without]
 
 
+def test_a_cache_without_merge_is_refused_by_batch_generation_and_not_served_wrongly(model):
+    class NoMerge(host.KVCache):
+        merge = property()
+
+    model.make_cache = lambda: [NoMerge(), NoMerge()]
+    assert not hasattr(NoMerge(), "merge")
+    batch = generation.BatchGenerator(model)
+    batch.insert([[1, 2, 3], [4, 5]], max_tokens=[2, 2])
+    with pytest.raises(ValueError, match="does not yet support batching"):
+        batch.next()
+
+
 @pytest.mark.parametrize("name", ["prompt_cache", "prompt_progress_callback", "prefill_step_size"])
 def test_generation_takes_the_options_that_we_pass(name):
     assert name in parameters(generation.generate_step)

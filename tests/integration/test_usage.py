@@ -137,3 +137,15 @@ def test_a_row_refilled_after_a_trim_to_nothing_counts_what_is_allocated():
     usage = kvstow.usage([cache])
     assert (usage.tokens, usage.bytes) == (5, cache.nbytes)
     assert usage.bytes_bf16 == BF16 * usage.capacity_tokens
+
+
+def test_a_list_of_caches_counts_as_its_members():
+    members = feed(host.KVCache(), 5), recurrent()
+    assert figures(host.CacheList(*members)) == figures(*members)
+
+
+def test_a_batch_of_rows_counts_the_longest_row():
+    cache = host.BatchKVCache([0, 2])
+    x = mx.zeros((2, H, 5, D))
+    cache.update_and_fetch(x, x)
+    assert figures(cache) == (2 * 2 * BF16 * 256, 2 * BF16 * 256, 5, 256)
