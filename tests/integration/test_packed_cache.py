@@ -400,6 +400,12 @@ def test_a_cache_and_one_from_its_state_share_nothing(kept, draw):
     assert_independent(type(cache).from_state(cache.state), cache, draw)
 
 
+def test_two_caches_from_one_state_share_nothing(kept, draw):
+    state = kept[0].state
+    one, other = (type(kept[0]).from_state(state) for _ in range(2))
+    assert_independent(one, other, draw)
+
+
 def test_a_cache_and_its_deep_copy_share_nothing(kept, draw):
     cache, _ = kept
     assert_twins(copy.deepcopy(cache), cache)
