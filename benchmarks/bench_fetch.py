@@ -64,10 +64,12 @@ def arms(
             queries + 0, keys8, values8, scale=scale, mask=None, group_size=64, bits=8
         )
 
-    runs: dict[tuple[str, str], Callable[[], Any]] = {
-        ("off", "host"): off,
-        ("affine:8", "host"): affine,
-    }
+    runs: dict[tuple[str, str], Callable[[], Any]] = {("off", "host"): off}
+    try:
+        mx.eval(affine())
+        runs["affine:8", "host"] = affine
+    except RuntimeError as error:  # mlx's CUDA back-end lacks some shapes
+        print(f"affine:8 does not run here: {error}", file=sys.stderr)
     for scheme in schemes:
         window = packed_window(keys, values, scheme)
         decoded = decode_window(window, mx.float32, rotated=False)
@@ -118,6 +120,7 @@ def main() -> None:
             queries = mx.random.normal((1, n_heads, 1, head_dim)).astype(dtype)
             runs = arms(queries, keys, values, [Turbo(k, v) for k, v in pairs])
             found = medians_ms(runs, options.rounds)
+            affine_ms = found.get(("affine:8", "host"))
             for (scheme, fetch), ms in found.items():
                 row = {
                     "bench": "fetch",
@@ -129,13 +132,14 @@ def main() -> None:
                     "dtype": options.dtype,
                     "median_ms": round(ms, 4),
                     "vs_off": round(found["off", "host"] / ms, 3),
-                    "vs_affine8": round(found["affine:8", "host"] / ms, 3),
+                    "vs_affine8": round(affine_ms / ms, 3) if affine_ms else None,
                     **environment(" ".join(["python", *sys.argv]), BLAS),
                     "device": str(mx.device_info().get("device_name", mx.default_device())),
                 }
                 line = json.dumps(row)
-                print(f"{head_dim:4} {n_tokens:7} {scheme:12} {fetch:9} {ms:9.3f} ms "
-                      f"{row['vs_off']:6.2f}x off {row['vs_affine8']:6.2f}x affine:8")  # fmt: skip
+                print(
+                    f"{head_dim:4} {n_tokens:7} {scheme:12} {fetch:9} {ms:9.3f} ms {row['vs_off']}x"
+                )
                 if options.output is not None:
                     with options.output.open("a") as file:
                         print(line, file=file)

@@ -10,6 +10,7 @@ array namespace, and nothing here imports one.
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 from kvstow.codec.layout import PackedKeys, PackedValues
@@ -89,7 +90,7 @@ class PackedStore:
 
     def allocated(self) -> tuple[PackedKeys, PackedValues]:
         """The whole planes, ``(b, h, capacity, *)``: contiguous, for kernels that want that."""
-        return _pairs(self._planes)
+        return _pairs(self.planes)
 
     def _grow(self, new: tuple[Any, ...], end: int) -> None:
         pad = -end % STEP_TOKENS
@@ -114,6 +115,8 @@ class PackedStore:
         return self._xp.zeros((b, h, n_tokens, width), dtype=like.dtype) if n_tokens else None
 
 
-def _pairs(planes: Any) -> tuple[PackedKeys, PackedValues]:
-    codes, scales, zeros, value_codes, value_scales = planes
-    return PackedKeys(codes, scales, zeros), PackedValues(value_codes, value_scales)
+def _pairs(planes: Iterable[Any]) -> tuple[PackedKeys, PackedValues]:
+    five = tuple(planes)
+    if not five:
+        raise ValueError("the store is empty: nothing was appended yet")
+    return PackedKeys(*five[:3]), PackedValues(*five[3:])

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvstow.codec import mlx as codec
-from kvstow.codec import mlx_step
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
 
@@ -66,9 +65,12 @@ def decode_window(
     """
     # The planes are decoded whole: a slice of the token axis is not contiguous, and
     # copying it costs more than decoding the at most 255 unused tokens.
-    keys, values = mlx_step.decode(
-        window.keys, window.values, window.scheme, dtype, rotated=rotated
+    widths = window.scheme
+    keys = codec.decode_keys(window.keys, bits=widths.key_bits, dtype=dtype)
+    values = codec.dequantize_values(
+        window.values, bits=widths.value_bits, head_dim=window.head_dim
     )
+    values = codec.narrow(values if rotated else codec.unrotate(values), dtype)
     return keys[:, :, : window.n_tokens], values[:, :, : window.n_tokens]
 
 

@@ -22,9 +22,16 @@ def environment(command: str, blas: BlasReport) -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "machine": f"{processor()} ({platform.system()} {platform.machine()})",
         "blas": blas.name,
-        "mlx": metadata.version("mlx"),
-        "mlx_lm": metadata.version("mlx-lm"),
+        "mlx": _version("mlx"),
+        "mlx_lm": _version("mlx-lm"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # on the path without being installed
+        return None
 
 
 def processor() -> str:

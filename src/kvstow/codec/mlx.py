@@ -4,8 +4,8 @@ Equal to it bit for bit, on the CPU back-end and on CUDA. A graph of few operati
 than their size: each costs about 2 us, for every layer and every token generated.
 """
 
-from functools import cache, reduce
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -251,15 +251,37 @@ def _spread(words: mx.array, width: int, lane: int) -> mx.array:
 
 
 def _sum_in_order(x: Float32[mx.array, "*b g 32"]) -> Float32[mx.array, "*b g 1"]:
-    """Left to right, as `mx.sum` need not be; a GPU's `mx.cumsum` adds in a tree."""
-    if on_gpu():
-        return _add_up(*mx.split(x, GROUP_SIZE, axis=-1))
-    return mx.cumsum(x, axis=-1)[..., -1:]
+    """Left to right, as `mx.sum` need not be; CUDA's `mx.cumsum` adds in a tree."""
+    if not mx.cuda.is_available() or not on_gpu():
+        return mx.cumsum(x, axis=-1)[..., -1:]
+    n_groups = x.size // GROUP_SIZE
+    sums: mx.array = _ordered_sum_kernel()(
+        inputs=[x, mx.array([n_groups])],
+        grid=(n_groups, 1, 1),
+        threadgroup=(min(n_groups, 256), 1, 1),
+        output_shapes=[(*x.shape[:-1], 1)],
+        output_dtypes=[mx.float32],
+    )[0]
+    return sums
 
 
-@mx.compile
-def _add_up(*parts: mx.array) -> mx.array:
-    return reduce(mx.add, parts)
+@cache
+def _ordered_sum_kernel() -> Any:
+    """One thread adds one group of 32; made on first use, since a CPU back-end refuses to."""
+    source = """
+        int group = blockIdx.x * blockDim.x + threadIdx.x;
+        if (group < n_groups[0]) {
+            float sum = squares[32 * group];
+            for (int i = 1; i < 32; ++i) sum += squares[32 * group + i];
+            sums[group] = sum;
+        }
+    """
+    return mx.fast.cuda_kernel(
+        name="kvstow_ordered_sum",
+        input_names=["squares", "n_groups"],
+        output_names=["sums"],
+        source=source,
+    )
 
 
 def _groups(x: mx.array) -> Float32[mx.array, "*b g 32"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.models import cache as host
 
+from kvstow.capacity import check_layer
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred, probe
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
@@ -61,7 +62,7 @@ def attach(model: Any, scheme: Scheme, fetch: str) -> AttachReport:
         UnsupportedModel: As there; the model is unchanged then.
     """
     before = attachment(model)
-    make_plain = before.make_plain if before else _plain_maker(model)
+    make_plain = plain_maker(model)
     reasons = _decide(model, scheme, make_plain)
     indices = {i for i, reason in enumerate(reasons) if not reason}
     path, why = _choose_fetch(model, scheme, fetch, make_plain, indices)
@@ -102,7 +103,14 @@ def restore(model: Any, factory: CacheFactory | None) -> None:
         deferred.remove()
 
 
-def _plain_maker(model: Any) -> Any:
+def plain_maker(model: Any) -> Any:
+    """What makes the caches that `model` has when it is not attached.
+
+    Raises:
+        UnsupportedModel: If `model` is not one of mlx-lm's.
+    """
+    if before := attachment(model):
+        return before.make_plain
     if hasattr(model, "make_cache"):
         return model.make_cache
     if hasattr(model, "layers"):
@@ -133,16 +141,10 @@ def _decide(model: Any, scheme: Scheme, make_plain: Any) -> list[str]:
     if isinstance(scheme, Off):
         return ["the scheme is off"] * len(caches)
     _refuse_mla(model, scheme)
-    shapes = probe.plain_shapes(model, caches)
-    for key_width, value_width in set(shapes.values()):
-        scheme.check_head_dim(key_width)
-        scheme.check_head_dim(value_width)
-        if key_width != value_width:
-            raise UnsupportedModel(
-                f"{scheme} needs keys and values of one head_dim, "
-                f"the model has {key_width} and {value_width}"
-            )
-    reasons = ["" if i in shapes else _why_kept(c) for i, c in enumerate(caches)]
+    layers = probe.full_layers(model, caches)
+    for layer in set(layers.values()):
+        check_layer(scheme, layer)
+    reasons = ["" if i in layers else _why_kept(c) for i, c in enumerate(caches)]
     if all(reasons):
         raise UnsupportedModel(
             f"{scheme} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
@@ -171,7 +173,7 @@ def _why_kept(cache: Any) -> str:
         return f"sliding window of {cache.max_size} tokens keeps its rotating cache"
     if isinstance(cache, host.ArraysCache):
         return "recurrent layer has a state, not keys and values"
-    if isinstance(cache, host.KVCache):
+    if type(cache) is host.KVCache:
         return "the model stores nothing in this cache"
     return f"{name} is not a full-attention cache"
 

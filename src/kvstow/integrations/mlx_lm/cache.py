@@ -21,8 +21,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.codec.mlx_step import encode
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
@@ -143,7 +143,12 @@ class PackedKVCache:
 
     def trim(self, n: int) -> int:
         """Forget up to `n` tokens from the end; returns how many."""
-        return self._store.trim(n) if self.is_packed else int(self._plain.trim(n))
+        if not self.is_packed:
+            return int(self._plain.trim(n))
+        trimmed = self._store.trim(n)
+        if self._store.offset == 0:
+            self._store = PackedStore(mx)  # a fresh row, plain again
+        return trimmed
 
     def size(self) -> int:
         """Tokens held."""
@@ -184,7 +189,10 @@ class PackedKVCache:
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
-        self._store.append(*encode(keys, values, self.scheme))
+        self._store.append(
+            codec.encode_keys(keys, bits=self.scheme.key_bits, guard=True),
+            codec.encode_values(values, bits=self.scheme.value_bits, guard=True),
+        )
 
     def _fetch(self) -> tuple[Fetched, Fetched]:
         return self.keys_and_values()

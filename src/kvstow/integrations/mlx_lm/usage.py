@@ -13,11 +13,12 @@ from kvstow.integrations.report import KVUsage
 
 def usage(cache: list[Any]) -> KVUsage:
     """See `kvstow.usage`."""
+    cache = [member for c in cache for member in getattr(c, "caches", (c,))]  # of a CacheList
     return KVUsage(
         # mlx-lm's quantised cache cannot count itself before its first append.
         bytes=sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in cache),
         bytes_bf16=sum(map(_bytes_bf16, cache)),
-        tokens=max((int(getattr(c, "offset", 0)) for c in cache), default=0),
+        tokens=max(map(_tokens, cache), default=0),
         capacity_tokens=max(map(_capacity, cache), default=0),
         nonfinite_groups=sum(map(_nonfinite_groups, cache)),
     )
@@ -26,6 +27,11 @@ def usage(cache: list[Any]) -> KVUsage:
 def _arrays(cache: Any) -> list[mx.array]:
     leaves: Any = tree_flatten(cache.state)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _tokens(cache: Any) -> int:
+    """Tokens held; of a batch, by its longest row."""
+    return int(mx.max(mx.array(getattr(cache, "offset", 0))))
 
 
 def _capacity(cache: Any) -> int:
