@@ -5,6 +5,9 @@ then all arms decode in turns, so that a machine that slows down slows all of
 them; medians are reported. mlx-lm's affine caches do not prefill here: their
 attention over a long prompt takes minutes on a CPU. They are converted from the
 plain cache, and their prompt rate and peak are None.
+
+An arm that the host cannot run, such as affine caches where mlx's back-end has
+no kernel for them, ends alone: its row says why.
 """
 
 import copy
@@ -12,7 +15,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +26,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from kvstow.codec import mlx as codec
 from kvstow.integrations import attached, usage
 from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, attachment, deferred
+from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.report import Fetch
 from kvstow.scheme import Affine, Off, Scheme, Turbo
 
@@ -34,21 +39,23 @@ class Row:
 
     `attention_share` and `encode_share` are the parts of a decode step that reading
     the cache (decoding included) and encoding one token take when run alone.
-    `decode_vs_off` and the prompt rate's ratio are larger where the arm is faster.
+    `decode_vs_off` is larger where the arm is faster. Of an arm that could not run,
+    `refused` is the reason, and nothing is measured.
     """
 
     scheme: str
     fetch: str
     context_tokens: int
-    prompt_tokens_per_s: float | None
-    decode_tokens_per_s: float
-    decode_ms: float
-    decode_vs_off: float | None
-    attention_share: float
-    encode_share: float
-    kv_bytes: int
-    kv_bytes_bf16: int
-    peak_memory_bytes: int | None
+    prompt_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    decode_ms: float | None = None
+    decode_vs_off: float | None = None
+    attention_share: float | None = None
+    encode_share: float | None = None
+    kv_bytes: int | None = None
+    kv_bytes_bf16: int | None = None
+    peak_memory_bytes: int | None = None
+    refused: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The row, for JSON."""
@@ -63,6 +70,20 @@ class _Arm:
     peak_memory_bytes: int | None = None
     cache: list[Any] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    refused: str | None = None
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms[1:])
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Note an error of the host, or a refusal of ours, as this arm's alone."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # what mlx raises, and UnsupportedModel
+            self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.cache = []
 
 
 def run(
@@ -83,35 +104,39 @@ def run(
         fetch: Of the turbo arms.
         rounds: Decode steps per arm, one in each round.
         on_step: Told what is being run.
-
-    Raises:
-        UnsupportedModel: If a scheme cannot store this model's keys and values.
     """
+    shape = read_shape(model)
     for n_tokens in contexts:
+        mx.random.seed(0)
+        tokens = mx.random.randint(0, shape.vocab_size, (1, n_tokens))
         arms = [_Arm(s, fetch if isinstance(s, Turbo) else "auto") for s in schemes]
-        plain = _prefill_each(model, arms, n_tokens, on_step)
-        for arm in arms:
-            _convert(model, arm, plain)
+        plain = _prefill_each(model, arms, tokens, on_step)
+        for arm in _running(arms):
+            with arm.guarded():
+                _convert(model, arm, plain)
         on_step(f"{n_tokens} tokens: decode")
         with deferred.installed():
             _decode_in_turns(model, arms, rounds)
-            yield from _rows(arms, n_tokens, model.args.num_attention_heads)
+            yield from _rows(arms, n_tokens, shape.n_heads)
+
+
+def _running(arms: list[_Arm]) -> list[_Arm]:
+    return [arm for arm in arms if arm.refused is None]
 
 
 def _prefill_each(
-    model: Any, arms: list[_Arm], n_tokens: int, on_step: Callable[[str], None]
+    model: Any, arms: list[_Arm], tokens: mx.array, on_step: Callable[[str], None]
 ) -> list[Any]:
     """Time the prompt of every arm that can prefill; returns the plain cache of one of them."""
-    mx.random.seed(0)
-    tokens = mx.random.randint(0, model.args.vocab_size, (1, n_tokens))
     plain = None
     # The plain cache is kept, so its arm goes last: no other peak includes it.
     for arm in sorted(arms, key=lambda arm: isinstance(arm.scheme, Off)):
         if not isinstance(arm.scheme, Affine):
-            on_step(f"{n_tokens} tokens: prompt under {arm.scheme}")
-            cache = _prefill(model, arm, tokens)
-            plain = cache if isinstance(arm.scheme, Off) else plain
-            del cache
+            on_step(f"{tokens.shape[1]} tokens: prompt under {arm.scheme}")
+            with arm.guarded():
+                cache = _prefill(model, arm, tokens)
+                plain = cache if isinstance(arm.scheme, Off) else plain
+                del cache
     if plain is None:
         with attached(model, "off"):
             plain = _filled(model, tokens)
@@ -134,7 +159,7 @@ def _prefill(model: Any, arm: _Arm, tokens: mx.array) -> list[Any]:
         mx.reset_peak_memory()
         begin = time.perf_counter()
         cache = _filled(model, tokens)
-        arm.prompt_tokens_per_s = tokens.shape[1] / (time.perf_counter() - begin)
+        arm.prompt_tokens_per_s = round(tokens.shape[1] / (time.perf_counter() - begin), 2)
         arm.peak_memory_bytes = int(mx.get_peak_memory())
     return cache
 
@@ -151,35 +176,37 @@ def _convert(model: Any, arm: _Arm, plain: list[Any]) -> None:
 def _decode_in_turns(model: Any, arms: list[_Arm], rounds: int) -> None:
     token = mx.array([[1]])
     for _ in range(rounds + 1):  # the first round warms up
-        for arm in arms:
+        for arm in _running(arms):
             begin = time.perf_counter()
-            mx.eval(model(token, cache=arm.cache))
+            with arm.guarded():
+                mx.eval(model(token, cache=arm.cache))
             arm.step_ms.append(1e3 * (time.perf_counter() - begin))
 
 
 def _rows(arms: list[_Arm], n_tokens: int, n_heads: int) -> Iterator[Row]:
-    medians = [statistics.median(arm.step_ms[1:]) for arm in arms]
-    off_ms = {str(arm.scheme): ms for arm, ms in zip(arms, medians, strict=True)}.get("off")
-    for arm, ms in zip(arms, medians, strict=True):
-        kv = usage(arm.cache)
-        yield Row(
-            scheme=str(arm.scheme),
-            fetch=arm.fetch,
-            context_tokens=n_tokens,
-            prompt_tokens_per_s=_rounded(arm.prompt_tokens_per_s, 2),
-            decode_tokens_per_s=round(1e3 / ms, 2),
-            decode_ms=round(ms, 2),
-            decode_vs_off=_rounded(off_ms / ms if off_ms else None, 3),
-            attention_share=round(_alone_ms(arm, _attention, n_heads) / ms, 3),
-            encode_share=round(_alone_ms(arm, _encode, n_heads) / ms, 3),
-            kv_bytes=kv.bytes,
-            kv_bytes_bf16=kv.bytes_bf16,
-            peak_memory_bytes=arm.peak_memory_bytes,
-        )
+    off_ms = next((a.median_ms for a in _running(arms) if isinstance(a.scheme, Off)), None)
+    for arm in arms:
+        row = Row(str(arm.scheme), arm.fetch, n_tokens)
+        if arm.refused is None:
+            with arm.guarded():
+                row = _measured(arm, row, off_ms, n_heads)
+        yield replace(row, refused=arm.refused)
 
 
-def _rounded(x: float | None, digits: int) -> float | None:
-    return None if x is None else round(x, digits)
+def _measured(arm: _Arm, row: Row, off_ms: float | None, n_heads: int) -> Row:
+    ms, kv = arm.median_ms, usage(arm.cache)
+    return replace(
+        row,
+        prompt_tokens_per_s=arm.prompt_tokens_per_s,
+        decode_tokens_per_s=round(1e3 / ms, 2),
+        decode_ms=round(ms, 2),
+        decode_vs_off=round(off_ms / ms, 3) if off_ms else None,
+        attention_share=round(_alone_ms(arm, _attention, n_heads) / ms, 3),
+        encode_share=round(_alone_ms(arm, _encode, n_heads) / ms, 3),
+        kv_bytes=kv.bytes,
+        kv_bytes_bf16=kv.bytes_bf16,
+        peak_memory_bytes=arm.peak_memory_bytes,
+    )
 
 
 def _alone_ms(arm: _Arm, part: Callable[[Any, int], Any], n_heads: int) -> float:

@@ -78,9 +78,12 @@ class Session:
         tokenizer: The tokenizer that mlx-lm loaded with it.
         scheme: See `kvstow.Scheme`.
         fetch: See `kvstow.attach`.
+        context_tokens: The longest context that the model allows; None for what its args
+            say, which for many architectures is nothing: its config knows.
 
     Attributes:
         report: What `attach` did.
+        context_tokens: The longest context, where it is known.
         summary: Of the last run that `generate` finished; None before.
 
     Raises:
@@ -88,21 +91,19 @@ class Session:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto"
+        self,
+        model: Any,
+        tokenizer: Any,
+        scheme: str | Scheme | None,
+        *,
+        fetch: Fetch = "auto",
+        context_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.report = attach(model, scheme, fetch=fetch)
+        self.context_tokens = context_tokens or _context_of(model)
         self.summary: Summary | None = None
-
-    @property
-    def context_tokens(self) -> int | None:
-        """The longest context that the model's configuration allows, where it says."""
-        for owner in (self.model, getattr(self.model, "language_model", None)):
-            limit = getattr(getattr(owner, "args", None), "max_position_embeddings", None)
-            if isinstance(limit, int):
-                return limit
-        return None
 
     def encode(
         self, prompt: str, *, system_prompt: str | None = None, chat_template: bool = True
@@ -183,3 +184,11 @@ class Session:
             peak_memory_bytes=int(mx.get_peak_memory()),
             finish_reason=last.finish_reason,
         )
+
+
+def _context_of(model: Any) -> int | None:
+    for owner in (model, getattr(model, "language_model", None)):
+        limit = getattr(getattr(owner, "args", None), "max_position_embeddings", None)
+        if isinstance(limit, int):
+            return limit
+    return None

@@ -1,17 +1,19 @@
-"""The capacity of a model is what mlx-lm allocates for it: tiny models of every family, built."""
+"""The capacity of a model is what mlx-lm allocates for it: tiny models of many families, built."""
 
-from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 
-from kvstow import Scheme
-from kvstow.capacity import FAMILIES, PREFILL_TOKENS, cost, read_shape
+from kvstow import Scheme, UnsupportedModel
+from kvstow.capacity import PREFILL_TOKENS, STEP_TOKENS, LayerShape, cost
 from kvstow.capacity.budget import DECODE_BYTES
+from kvstow.models import skeleton
 from kvstow.scheme import KEY_BITS, VALUE_BITS, Off
 
 mx = pytest.importorskip("mlx.core")
 caches = pytest.importorskip("mlx_lm.models.cache")
 utils = pytest.importorskip("mlx_lm.utils")
+integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 pytestmark = pytest.mark.mlx
 
 COMMON = {
@@ -48,7 +50,6 @@ LINEAR = {
     "partial_rotary_factor": 0.25,
 }
 LFM2 = {
-    "layer_types": ["conv", "full_attention"] * 3,
     "norm_eps": 1e-5,
     "conv_bias": False,
     "conv_L_cache": 3,
@@ -57,73 +58,233 @@ LFM2 = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
 }
-# What the classes of mlx-lm need beside COMMON.
+LATENT = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+GPT2 = {
+    "layer_norm_epsilon": 1e-5,
+    "n_ctx": 1024,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 1024,
+}
+LLAMA4 = {
+    "attention_bias": False,
+    "model_type": "llama4_text",
+    "attention_chunk_size": 300,
+    "head_dim": 64,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 96,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 2,
+    "rope_scaling": None,
+    "use_qk_norm": True,
+}
+MAMBA = {
+    "conv_kernel": 4,
+    "state_size": 8,
+    "time_step_rank": 8,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+MAMBA2 = {
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "tie_word_embeddings": True,
+}
+TIED = {"tie_word_embeddings": True}
+VISION = {"hidden_size": 1, "vision_config": {}}  # and what is outside of text_config counts not
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 3
+# What the classes of mlx-lm need beside COMMON, and what its layers keep. A name may stand for
+# a variant of a class.
 CONFIGS = {
-    "cohere2": {"head_dim": 16},
-    "gemma": {"head_dim": 64},
-    "gemma2": {"head_dim": 64},
-    "gemma3_text": {"head_dim": 64},
-    "gemma4_text": {"head_dim": 64, "global_head_dim": 128, "num_kv_shared_layers": 1},
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "lfm2": LFM2,
-    "llama": {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 3},
-    "mistral": {"head_dim": 64},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmo2": {},
-    "olmo3": {},
-    "phi3": {},
-    "qwen2": {"use_sliding_window": True},
-    "qwen3": {"head_dim": 64, "tie_word_embeddings": True},
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": EXPERTS | LINEAR,
-    "qwen3_5": LINEAR,
-    "qwen3_5_moe": EXPERTS | LINEAR,
-    "qwen2_moe": EXPERTS | {"head_dim": 16},
-    "starcoder2": {},
-    "smollm3": {},
+    "cohere2": ({"head_dim": 16}, "sssfss"),
+    "deepseek_v3": (LATENT, "ffffff"),
+    "falcon_h1": (MAMBA2, "rprprprprprp"),
+    "gemma": ({"head_dim": 64}, "ffffff"),
+    "gemma2": ({"head_dim": 64}, "ffffff"),  # mlx-lm ignores its sliding_window
+    "gemma3": (
+        VISION | {"text_config": COMMON | {"model_type": "gemma3_text", "head_dim": 64}},
+        "sssssf",
+    ),
+    "gemma3_text": ({"head_dim": 64}, "sssssf"),
+    "gemma3_text-3": ({"head_dim": 64, "sliding_window_pattern": 3}, "ssfssf"),
+    "gemma4_text": ({"head_dim": 64, "global_head_dim": 128, "num_kv_shared_layers": 1}, "ssssf"),
+    "gemma4_text-2": (
+        {"head_dim": 64, "num_kv_shared_layers": 2, "sliding_window_pattern": 3},
+        "ssfs",
+    ),
+    "gpt2": (GPT2, "ff"),
+    "gpt_oss": ({"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2}, "sfsfsf"),
+    "lfm2": (LFM2 | {"layer_types": ["conv", "full_attention"] * 3}, "rfrfrf"),
+    "lfm2-1": (LFM2 | {"full_attn_idxs": [1]}, "rfrrrr"),
+    "llama": ({}, "ffffff"),
+    "llama-sliding": ({"head_dim": 64, "layer_types": SLIDING_AND_FULL}, "sfsfsf"),
+    "llama4": ({"text_config": COMMON | LLAMA4}, "sssfss"),
+    "mamba": (MAMBA, "rrrrrr"),
+    "mistral": ({"head_dim": 64}, "ffffff"),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "ffffff"),
+    "olmo2": ({}, "ffffff"),
+    "olmo3": ({}, "sssfss"),
+    "phi3": ({}, "ffffff"),
+    "qwen2": ({"use_sliding_window": True}, "ffffff"),
+    "qwen2_moe": (EXPERTS | {"head_dim": 16}, "ffffff"),
+    "qwen3": ({"head_dim": 64} | TIED, "ffffff"),
+    "qwen3_5": (LINEAR, "rrrfrr"),
+    "qwen3_5_moe": (EXPERTS | LINEAR, "rrrfrr"),
+    "qwen3_moe": (EXPERTS, "ffffff"),
+    "qwen3_next": (EXPERTS | LINEAR, "rrrfrr"),
+    "qwen3_next-2": (EXPERTS | LINEAR | {"full_attention_interval": 2}, "rfrfrf"),
+    "qwen3_vl": (
+        {"text_config": COMMON | {"model_type": "qwen3", "head_dim": 64} | TIED},
+        "ffffff",
+    ),
+    "smollm3": ({}, "ffffff"),
+    "starcoder2": ({}, "ffffff"),
 }
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_the_bytes_are_those_that_mlx_lm_allocates(model_type):
-    config = COMMON | {"model_type": model_type} | CONFIGS[model_type]
-    model_class, args_class = utils._get_classes(config)
-    model = model_class(args_class.from_dict(config))
-    shape = read_shape(config)
-    cache = caches.make_prompt_cache(model)
-    kind_of = {caches.KVCache: "full", caches.RotatingKVCache: "sliding"}
-    assert [kind_of.get(type(c), "recurrent") for c in cache] == [x.kind for x in shape.layers]
+def config_of(name):
+    return COMMON | {"model_type": name.partition("-")[0]} | CONFIGS[name][0]
 
+
+def build(config):
+    model_class, args_class = utils._get_classes(config)
+    return model_class(args_class.from_dict(config))
+
+
+def flat(cache):
+    return [part for c in cache for part in getattr(c, "caches", [c])]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_layers_are_read_from_the_config_alone(name):
+    shape = integration.read_shape(skeleton(config_of(name)))
+    assert "".join(layer.kind[0] for layer in shape.layers) == CONFIGS[name][1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bytes_are_those_that_mlx_lm_allocates(name):
+    shape = integration.read_shape(skeleton(config_of(name)))
+    model = build(config_of(name))
+    cache = caches.make_prompt_cache(model)
     tokens = 700
     model(mx.zeros((1, tokens), mx.int32), cache=cache)
-    full = sum(c.nbytes for c in cache if type(c) is caches.KVCache)
-    sliding = sum(c.nbytes for c in cache if type(c) is caches.RotatingKVCache)
+    growing = sum(c.nbytes for c in flat(cache) if isinstance(c, caches.KVCache))
     expected = cost(shape, Off(), tokens)
-    assert (full, sliding) == (expected.cache_bytes, expected.fixed_bytes)
+    assert growing == expected.cache_bytes
+    fixed = sum(c.nbytes for c in flat(cache)) - growing
+    surplus = STEP_TOKENS * sum(
+        layer.n_kv_heads * (layer.key_dim + layer.value_dim) * 4
+        for layer in shape.of_kind("sliding")
+    )
+    assert fixed <= expected.fixed_bytes <= fixed + surplus
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_loaded_model_has_the_shape_of_its_skeleton(name):
+    config = config_of(name)
+    model = build(config)
+    assert integration.read_shape(model) == integration.read_shape(skeleton(config))
+
+
+def test_an_attached_model_has_the_shape_that_it_had():
+    model = skeleton(config_of("qwen3"))
+    before = integration.read_shape(model)
+    integration.attach(model, Scheme.parse("turbo:k8v3"), "auto")
+    assert integration.read_shape(model) == before
+
+
+def test_full_layers_of_gemma4_have_their_own_heads():
+    more = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    shape = integration.read_shape(skeleton(config_of("gemma4_text") | more))
+    assert shape.of_kind("full") == [LayerShape("full", 1, 128, 128)]
+    assert shape.of_kind("sliding")[0] == LayerShape("sliding", 2, 64, 64, window=300)
+
+
+def test_chunks_of_llama4_are_windows():
+    shape = integration.read_shape(skeleton(config_of("llama4")))
+    assert shape.of_kind("sliding")[0] == LayerShape("sliding", 2, 64, 64, window=300)
+
+
+def test_latent_attention_is_read_as_it_is_stored():
+    shape = integration.read_shape(skeleton(config_of("deepseek_v3")))
+    assert shape.layers[0] == LayerShape("full", 1, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("llama", {}, (4, 64, 96, 50)),
+        ("llama", {"num_attention_heads": 8}, (8, 64, 96, 50)),
+        ("gemma3", {}, (4, 64, 96, 50)),  # of the language model inside
+        ("gpt2", {}, (4, 64, 4 * 64, 50)),  # its args have no feed-forward width
+        ("mixtral", {}, (4, 64, 2 * 96, 50)),  # two experts for each token
+        ("qwen3_moe", {"num_experts_per_tok": 4}, (4, 64, 4 * 32, 50)),
+    ],
+)
+def test_widths_come_from_the_args_of_the_language_model(name, more, expected):
+    shape = integration.read_shape(skeleton(config_of(name) | more))
+    assert (shape.n_heads, shape.hidden_size, shape.ffn_size, shape.vocab_size) == expected
+
+
+@pytest.mark.parametrize(("dtype", "n_bytes"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+@pytest.mark.parametrize("name", ["llama", "mamba", "gemma3_text"])
+def test_the_width_of_an_element_is_that_of_the_dtype(name, dtype, n_bytes):
+    shape = integration.read_shape(skeleton(config_of(name), dtype))
+    assert shape.dtype_bytes == n_bytes
+
+
+def test_the_longest_context_is_what_the_caller_knows():
+    model = skeleton(config_of("llama"))
+    assert integration.read_shape(model, 4096) == replace(
+        integration.read_shape(model), max_tokens=4096
+    )
+
+
+def test_a_cache_that_grows_in_a_way_of_its_own_is_refused(monkeypatch):
+    llama = pytest.importorskip("mlx_lm.models.llama")
+
+    class Odd(caches.ConcatenateKVCache):
+        make_mask = caches.KVCache.make_mask
+
+    monkeypatch.setattr(llama.Model, "make_cache", lambda self: [Odd() for _ in self.layers])
+    with pytest.raises(UnsupportedModel, match="Odd grows in a way that is not known here"):
+        integration.read_shape(skeleton(config_of("llama")))
+
+
+def test_a_cache_that_the_model_leaves_empty_counts_nothing(monkeypatch):
+    llama = pytest.importorskip("mlx_lm.models.llama")
+    own = llama.Model.make_cache
+    monkeypatch.setattr(llama.Model, "make_cache", lambda self: [*own(self), caches.KVCache()])
+    assert len(integration.read_shape(skeleton(config_of("llama"))).layers) == 6
 
 
 @pytest.mark.parametrize("text", ["affine:4", "affine:8", "affine:8g32"])
 def test_affine_bytes_are_those_of_mlx_lms_quantised_cache(text):
     scheme = Scheme.parse(text)
-    shape = read_shape(COMMON | {"model_type": "llama", "head_dim": 64, "num_hidden_layers": 1})
+    config = config_of("llama") | {"head_dim": 64, "num_hidden_layers": 1}
+    shape = integration.read_shape(skeleton(config))
     cache = caches.QuantizedKVCache(scheme.group_size, scheme.bits)
     cache.update_and_fetch(mx.ones((1, 2, 300, 64)), mx.ones((1, 2, 300, 64)))
     assert cache.nbytes == cost(shape, scheme, 300).cache_bytes
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_is_one_that_mlx_lm_has(model_type):
-    assert find_spec(f"mlx_lm.models.{model_type}")
-
-
 @pytest.mark.parametrize("text", ["off", "affine:8", "turbo:k8v3", "turbo:k4v2"])
 def test_a_prompt_peaks_within_the_bytes_that_are_counted(text):
-    integration = pytest.importorskip("kvstow.integrations.mlx_lm")
     generate = pytest.importorskip("mlx_lm.generate")
     scheme, tokens = Scheme.parse(text), PREFILL_TOKENS + 500
-    config = COMMON | {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 3}
-    model_class, args_class = utils._get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    config = config_of("llama") | {"hidden_size": 256, "num_hidden_layers": 3}
+    model = build(config)
     mx.eval(model.parameters())
     integration.attach(model, scheme, "auto")
     cache = caches.make_prompt_cache(model)
@@ -134,7 +295,7 @@ def test_a_prompt_peaks_within_the_bytes_that_are_counted(text):
     peak = mx.get_peak_memory() - before
     integration.detach(model)
 
-    counted = cost(read_shape(config), scheme, tokens)
+    counted = cost(integration.read_shape(skeleton(config)), scheme, tokens)
     assert sum(c.nbytes for c in cache) == counted.cache_bytes
     # mlx's CPU attention holds the scores under every scheme.
     scores = 4 * PREFILL_TOKENS * tokens * 4

@@ -1,8 +1,8 @@
-"""What a context costs on a model, from its config alone.
+"""What a context costs on a model.
 
-`read_shape` turns a config.json into layers that hold keys and values;
-`cost`, `bytes_per_token` and `max_tokens` do the arithmetic. No weights and no
-framework are needed.
+`LayerShape` and `ModelShape` say what it depends on; `cost`, `bytes_per_token`
+and `max_tokens` do the arithmetic. No framework is needed for that; the
+adapters read the shape of a model, such as `kvstow.integrations.mlx_lm.read_shape`.
 """
 
 from kvstow.capacity.budget import (
@@ -11,16 +11,15 @@ from kvstow.capacity.budget import (
     Cost,
     Fit,
     bytes_per_token,
-    check_scheme,
+    check_layer,
     cost,
     max_tokens,
 )
-from kvstow.capacity.families import FAMILIES
-from kvstow.capacity.shapes import DTYPE_BYTES, LayerShape, ModelShape, read_shape
+from kvstow.capacity.shapes import DTYPE_BYTES, KINDS, LayerShape, ModelShape
 
 __all__ = [
     "DTYPE_BYTES",
-    "FAMILIES",
+    "KINDS",
     "PREFILL_TOKENS",
     "STEP_TOKENS",
     "Cost",
@@ -28,8 +27,7 @@ __all__ = [
     "LayerShape",
     "ModelShape",
     "bytes_per_token",
-    "check_scheme",
+    "check_layer",
     "cost",
     "max_tokens",
-    "read_shape",
 ]

@@ -3,11 +3,13 @@
 What is counted beside the weights, for one sequence of ``T`` tokens:
 
 cache
-    Every full layer, at the bytes of the scheme, for ``T`` rounded up to
+    Every full layer at the bytes of the scheme, and every other layer that
+    grows at those of the model's own dtype, for ``T`` rounded up to
     `STEP_TOKENS`: caches grow in steps.
 fixed
-    Every sliding layer, in the model's own dtype. mlx-lm holds the window and
-    one chunk of the prompt while it reads the prompt, less a token.
+    Every sliding layer, in the model's own dtype: at most its window and one
+    chunk of the prompt, which mlx-lm holds while it reads the prompt. And the
+    states of recurrent layers.
 working
     What lives only while a step runs, at its largest, when the last chunk of
     the prompt passes one layer (mlx frees a layer's arrays before the next):
@@ -23,8 +25,10 @@ working
       attention holds whole. For the other schemes the fused attention of a
       GPU is assumed, which holds none; mlx's CPU back-end holds them too.
 
-    The factors are upper bounds of peaks measured on mlx's CPU back-end, and
-    ``tests/contracts/test_capacity.py`` measures them again.
+    The factors are upper bounds of peaks measured on mlx's CPU back-end with
+    models that attend in every layer, and ``tests/contracts/test_capacity.py``
+    measures them again. What a recurrent layer holds while it reads a chunk
+    differs too much between architectures to be counted.
 
 The framework's own allocations, its cache of freed buffers and a batch of more
 than one sequence are not counted.
@@ -72,37 +76,47 @@ class Fit:
     bound: Literal["memory", "model", "nothing"]
 
 
-def check_scheme(shape: ModelShape, scheme: Scheme) -> None:
-    """Refuse a scheme that cannot store this model, or that would change nothing.
+def check_layer(scheme: Scheme, layer: LayerShape) -> None:
+    """Refuse a scheme that cannot store the keys and values of a full layer.
 
     Raises:
-        UnsupportedModel: If a head_dim does not suit, or no layer's cache grows.
+        UnsupportedModel: If their widths differ or do not suit the scheme.
     """
     if isinstance(scheme, Off):
         return
-    growing = shape.of_kind("full")
-    if not growing:
+    scheme.check_head_dim(layer.key_dim)
+    scheme.check_head_dim(layer.value_dim)
+    if layer.key_dim != layer.value_dim:
         raise UnsupportedModel(
-            f"{scheme} would apply to no layer: {shape.model_type} has no cache that grows"
+            f"{scheme} needs keys and values of one head_dim, "
+            f"the model has {layer.key_dim} and {layer.value_dim}"
         )
-    for layer in growing:
-        scheme.check_head_dim(layer.head_dim)
 
 
 def bytes_per_token(shape: ModelShape, scheme: Scheme) -> int:
-    """Bytes by which one more token makes the cache larger, over all layers."""
-    return _layer_bytes(shape, scheme, *shape.of_kind("full"))
+    """Bytes by which one more token makes the cache larger, over all layers.
+
+    Raises:
+        UnsupportedModel: If the scheme cannot store the model's keys and values.
+    """
+    return _layer_bytes(shape, scheme, *shape.of_kind("full", "plain"))
 
 
 def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
-    """What `tokens` tokens of context take beside the weights."""
+    """What `tokens` tokens of context take beside the weights.
+
+    Raises:
+        UnsupportedModel: If the scheme cannot store the model's keys and values.
+    """
     chunk = min(tokens, PREFILL_TOKENS)
-    growing = shape.of_kind("full")
+    growing = shape.of_kind("full", "plain")
     return Cost(
         cache_bytes=_cache_bytes(shape, scheme, tokens, *growing),
         fixed_bytes=sum(
-            _layer_bytes(shape, Off(), layer) * min(tokens, layer.window - 1 + chunk)
-            for layer in shape.of_kind("sliding")
+            layer.state_bytes
+            + _layer_bytes(shape, Off(), layer)
+            * min(_in_steps(tokens), layer.window + _in_steps(chunk))
+            for layer in shape.of_kind("sliding", "recurrent")
         ),
         working_bytes=2 * shape.vocab_size * FLOAT32_BYTES
         + chunk * _activation_bytes(shape)
@@ -112,7 +126,11 @@ def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
 
 
 def max_tokens(shape: ModelShape, scheme: Scheme, memory_bytes: int) -> Fit:
-    """The longest context whose `cost` is at most `memory_bytes`."""
+    """The longest context whose `cost` is at most `memory_bytes`.
+
+    Raises:
+        UnsupportedModel: If the scheme cannot store the model's keys and values.
+    """
     limit = shape.max_tokens or _UNBOUNDED_TOKENS
     if cost(shape, scheme, limit).total_bytes <= memory_bytes:
         return Fit(limit, "model") if shape.max_tokens else Fit(None, "nothing")
@@ -127,10 +145,16 @@ def max_tokens(shape: ModelShape, scheme: Scheme, memory_bytes: int) -> Fit:
 
 
 def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
-    return sum(
-        layer.n_kv_heads * scheme.bytes_per_token(layer.head_dim, dtype_bytes=shape.dtype_bytes)
-        for layer in layers
-    )
+    """Bytes of one token in some layers."""
+    n_bytes = 0
+    for layer in layers:
+        if layer.kind != "full" or isinstance(scheme, Off):
+            one_head = (layer.key_dim + layer.value_dim) * shape.dtype_bytes
+        else:
+            check_layer(scheme, layer)
+            one_head = scheme.bytes_per_token(layer.key_dim, dtype_bytes=shape.dtype_bytes)
+        n_bytes += layer.n_kv_heads * one_head
+    return n_bytes
 
 
 def _cache_bytes(shape: ModelShape, scheme: Scheme, tokens: int, *layers: LayerShape) -> int:
@@ -148,8 +172,11 @@ def _in_steps(tokens: int) -> int:
 
 def _activation_bytes(shape: ModelShape) -> int:
     """Bytes of one token's activations in one layer."""
-    attending = [layer for layer in shape.layers if layer.kind != "recurrent"]
-    widths = [(shape.n_heads + 2 * layer.n_kv_heads) * layer.head_dim for layer in attending]
+    widths = [
+        (shape.n_heads + layer.n_kv_heads) * layer.key_dim + layer.n_kv_heads * layer.value_dim
+        for layer in shape.layers
+        if layer.kind != "recurrent"
+    ]
     elements = 6 * shape.hidden_size + 2 * max(widths, default=0) + 4 * shape.ffn_size
     return elements * shape.dtype_bytes
 
@@ -159,7 +186,7 @@ def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int)
     if isinstance(scheme, Affine) and growing:
         return shape.n_heads * chunk * tokens * shape.dtype_bytes
     if isinstance(scheme, Turbo):
-        width = max((layer.n_kv_heads * layer.head_dim for layer in growing), default=0)
+        width = max((layer.n_kv_heads * layer.key_dim for layer in growing), default=0)
         per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
         return width * (2 * ENCODE_BYTES * chunk + per_token * _in_steps(tokens))
     return 0

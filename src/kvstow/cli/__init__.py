@@ -5,6 +5,7 @@ Commands are imported when they run, so that ``kvstow --help`` is quick and
 errors and missing extras, 2 for usage, 130 for an interrupt.
 """
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -48,6 +49,8 @@ class Main(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and end with the exit codes of this module's docstring."""
+        # Tokenizers need no PyTorch, and transformers says at each start that it has none.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
             return super().invoke(ctx)
         except KvstowError as error:

@@ -2,22 +2,28 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.environment import environment
-from kvstow.models import load
-from kvstow.scheme import Scheme
+from kvstow.cli.refuse import refuse
+from kvstow.errors import UnsupportedModel
+from kvstow.integrations.report import Fetch
+from kvstow.models import ModelConfig, load, read_config
+from kvstow.scheme import Off, Scheme, Turbo
 
 DEFAULT_SCHEMES = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3", "turbo:k4v3")
 DEFAULT_CONTEXTS = (512, 2048)
+PIPE_COLUMNS = 120
 
 
 @click.command()
@@ -61,14 +67,15 @@ def bench(
     """Measure prompt and decode speed and peak memory under several schemes.
 
     All schemes run in one process and decode in turns. Affine caches are converted
-    from the plain one, so they have no prompt rate and no peak of their own.
+    from the plain one, so they have no prompt rate and no peak of their own. A scheme
+    that cannot run here has a row that says why.
     """
+    config = read_config(model)
+    check_context(config.context_length, max(contexts), rounds)
+    check_schemes(config, schemes, fetch, dtype)
     blas = use_fast_blas()
     click.echo(blas.notice, err=True)
     loaded, _ = load(model, dtype=dtype)
-    limit = getattr(loaded.args, "max_position_embeddings", None)
-    if limit is not None and max(contexts) + rounds >= limit:
-        raise click.UsageError(f"--tokens must be below the model's context of {limit} tokens")
     console = Console(stderr=True)
     measure: Any = import_module("kvstow.bench")
     command = " ".join(["kvstow", *sys.argv[1:]])
@@ -86,11 +93,46 @@ def bench(
             if as_json:
                 click.echo(line)
     if not as_json:
-        Console().print(table(rows))
+        shown = Console()
+        if not shown.is_terminal:
+            shown.width = PIPE_COLUMNS
+        shown.print(table(rows))
+
+
+def check_context(limit: int | None, tokens: int, rounds: int) -> None:
+    """Refuse a context that the model was not made for.
+
+    Raises:
+        click.UsageError: If `tokens` and the warm-up and rounds that follow do not fit.
+    """
+    if limit is not None and tokens + 1 + rounds > limit:
+        raise click.UsageError(
+            f"--tokens {tokens} and {1 + rounds} decode steps do not fit "
+            f"in the model's context of {limit} tokens"
+        )
+
+
+def check_schemes(
+    config: ModelConfig, schemes: Sequence[Scheme], fetch: Fetch, dtype: str | None
+) -> None:
+    """Refuse a model that no scheme but off can store; one that some can is measured.
+
+    Raises:
+        UnsupportedModel: The first refusal, if there is nothing to compare.
+    """
+    refusals = []
+    quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
+    for scheme in quantising:
+        try:
+            refuse(config.config, scheme, fetch if isinstance(scheme, Turbo) else "auto", dtype)
+        except UnsupportedModel as error:
+            refusals.append(error)
+    if refusals and len(refusals) == len(quantising):
+        raise refusals[0]
 
 
 def table(rows: list[Any]) -> Table:
-    """The rows for people."""
+    """The rows for people, with the reasons of refused ones below."""
     shown = Table(title="prompt and decode in tokens/s; parts of a decode step; MB = 10^6 bytes")
     for name in ("tokens", "scheme", "fetch"):
         shown.add_column(name, no_wrap=True)
@@ -101,13 +143,21 @@ def table(rows: list[Any]) -> Table:
             f"{row.context_tokens}",
             row.scheme,
             row.fetch,
-            "-" if row.prompt_tokens_per_s is None else f"{row.prompt_tokens_per_s:.1f}",
-            f"{row.decode_tokens_per_s:.1f}",
-            "-" if row.decode_vs_off is None else f"{row.decode_vs_off:.2f}x",
-            f"{row.attention_share:.0%}",
-            f"{row.encode_share:.0%}",
-            f"{row.kv_bytes / 1e6:.1f}",
-            f"{row.kv_bytes_bf16 / row.kv_bytes:.2f}x",
-            "-" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:.0f}",
+            _cell(row.prompt_tokens_per_s, "{:.1f}"),
+            "refused" if row.refused else f"{row.decode_tokens_per_s:.1f}",
+            _cell(row.decode_vs_off, "{:.2f}x"),
+            _cell(row.attention_share, "{:.0%}"),
+            _cell(row.encode_share, "{:.0%}"),
+            _cell(row.kv_bytes, "{:.1f}", 1e6),
+            "-" if row.refused else f"{row.kv_bytes_bf16 / row.kv_bytes:.2f}x",
+            _cell(row.peak_memory_bytes, "{:.0f}", 1e6),
         )
+    reasons = {f"{row.scheme} is refused: {row.refused}" for row in rows if row.refused}
+    if reasons:
+        shown.caption = escape("\n".join(sorted(reasons)))
+        shown.caption_justify = "left"
     return shown
+
+
+def _cell(value: float | None, text: str, unit: float = 1) -> str:
+    return "-" if value is None else text.format(value / unit)

@@ -1,25 +1,19 @@
 """``kvstow fit``: what a context costs on a model, before any weights are loaded."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstow.capacity import (
-    DTYPE_BYTES,
-    ModelShape,
-    bytes_per_token,
-    check_scheme,
-    cost,
-    max_tokens,
-    read_shape,
-)
+from kvstow.capacity import DTYPE_BYTES, KINDS, ModelShape, bytes_per_token, cost, max_tokens
 from kvstow.cli.params import as_json, kv_quants, model, size
+from kvstow.cli.refuse import refuse
 from kvstow.errors import UnsupportedModel
-from kvstow.models import read_config
+from kvstow.models import read_config, skeleton
 from kvstow.scheme import Off, Scheme
 
 SCHEMES = (
@@ -59,7 +53,7 @@ def fit(
     Prints the bytes per token of the model's cache under each scheme; with
     --memory, the context that fits in it beside the weights; with --tokens,
     the bytes that a context of this length takes. Layers with a sliding window
-    stop growing: their cost is fixed.
+    stop growing and recurrent ones keep a state: their cost is fixed.
 
     Working memory is the activations of one layer for 2048 tokens of the
     prompt, a second copy of one layer's cache while it grows, and the logits;
@@ -68,21 +62,29 @@ def fit(
     fused attention is assumed: on a CPU the scores come on top.
     """
     config = read_config(model)
-    shape = read_shape(config.config)
-    if dtype is not None:
-        shape = replace(shape, dtype_bytes=DTYPE_BYTES[dtype])
+    bare = skeleton(config.config, dtype)  # first: it says what to install if mlx-lm is missing
+    adapter: Any = import_module("kvstow.integrations.mlx_lm")
+    shape: ModelShape = adapter.read_shape(bare, config.context_length)
     weight_bytes = config.weight_bytes
     if config.n_weights is not None:  # a GGUF file is converted when it is loaded
         weight_bytes = config.n_weights * shape.dtype_bytes
     room_bytes = _room(weight_bytes, memory_bytes)
-    rows = [_row(shape, scheme, room_bytes, tokens) for scheme in schemes]
+    rows = []
+    for scheme in schemes:
+        row: dict[str, Any] = {"scheme": str(scheme)}
+        try:
+            refuse(config.config, scheme, dtype=dtype)
+            row |= _costs(shape, scheme, room_bytes, tokens)
+        except UnsupportedModel as error:
+            row["refused"] = str(error)
+        rows.append(row)
     report = {
         "model": model,
         "weight_bytes": weight_bytes,
         "memory_bytes": memory_bytes,
         "dtype_bytes": shape.dtype_bytes,
         "max_tokens": shape.max_tokens,
-        "layers": {kind: len(shape.of_kind(kind)) for kind in ("full", "sliding", "recurrent")},
+        "layers": {kind: len(shape.of_kind(kind)) for kind in KINDS},
         "schemes": rows,
     }
     if as_json:
@@ -107,17 +109,14 @@ def _room(weight_bytes: int | None, memory_bytes: int | None) -> int | None:
     return memory_bytes - weight_bytes
 
 
-def _row(
+def _costs(
     shape: ModelShape, scheme: Scheme, room_bytes: int | None, tokens: int | None
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"scheme": str(scheme)}
-    try:
-        check_scheme(shape, scheme)
-    except UnsupportedModel as error:
-        return row | {"refused": str(error)}
-    row["bytes_per_token"] = bytes_per_token(shape, scheme)
-    plain = bytes_per_token(shape, Off())
-    row["compression_ratio"] = round(plain / (row["bytes_per_token"] or 1), 4) if plain else None
+    per_token, plain = bytes_per_token(shape, scheme), bytes_per_token(shape, Off())
+    row: dict[str, Any] = {
+        "bytes_per_token": per_token,
+        "compression_ratio": round(plain / per_token, 4) if plain else None,
+    }
     if room_bytes is not None:
         row["fits"] = asdict(max_tokens(shape, scheme, room_bytes))
     if tokens is not None:
@@ -171,8 +170,11 @@ def _notes(report: dict[str, Any], shape: ModelShape) -> list[str]:
     if layers["sliding"]:
         window = shape.of_kind("sliding")[0].window
         lines.append(f"{layers['sliding']} have a window of {window:,} tokens, a fixed cost.")
+    if layers["plain"]:
+        lines.append(f"{layers['plain']} more grow and stay as they are under every scheme.")
     if layers["recurrent"]:
-        lines.append(f"{layers['recurrent']} have a fixed state, which is not counted.")
+        state_bytes = sum(layer.state_bytes for layer in shape.of_kind("recurrent"))
+        lines.append(f"{layers['recurrent']} have a state of fixed size: {size_text(state_bytes)}.")
     lines.append(f"Without a scheme an element takes {8 * shape.dtype_bytes} bits (see --dtype).")
     if report["weight_bytes"] is None:
         lines.append("The size of the weights is not known here: it is not counted.")

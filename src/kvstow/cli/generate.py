@@ -12,7 +12,9 @@ import click
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.progress import progress_bar
-from kvstow.models import load
+from kvstow.cli.refuse import refuse
+from kvstow.integrations.report import Fetch
+from kvstow.models import load, read_config
 from kvstow.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def generate(
     *,
     model: str,
     kv_quant: Scheme,
-    fetch: str,
+    fetch: Fetch,
     prompt: str | None,
     prompt_file: Path | None,
     system_prompt: str | None,
@@ -90,11 +92,15 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
+    config = read_config(model)
+    refuse(config.config, kv_quant, fetch, dtype)
     click.echo(use_fast_blas().notice, err=True)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)
     runs: Any = import_module("kvstow.session")
-    session: Session = runs.Session(loaded, tokenizer, kv_quant, fetch=fetch)
+    session: Session = runs.Session(
+        loaded, tokenizer, kv_quant, fetch=fetch, context_tokens=config.context_length
+    )
     tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
     answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json)
     summary = session.summary

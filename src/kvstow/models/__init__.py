@@ -1,11 +1,13 @@
 """Models: where weights come from.
 
-`load` takes a bundled demo model, a GGUF file, a directory or a hub id, and
-`read_config` reads the same model's config without its weights. Importing this
+`load` takes a bundled demo model, a GGUF file, a directory or a hub id,
+`read_config` reads the same model's config without its weights, and `skeleton`
+makes the model of a config, for questions that need no weights. Importing this
 package imports no framework.
 """
 
 from kvstow.models.config import ModelConfig, context_length, read_config
 from kvstow.models.load import load
+from kvstow.models.skeleton import skeleton
 
-__all__ = ["ModelConfig", "context_length", "load", "read_config"]
+__all__ = ["ModelConfig", "context_length", "load", "read_config", "skeleton"]

@@ -2,6 +2,7 @@
 
 from kvstow.integrations.mlx_lm.attach import attach, attachment, detach, restore
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.mlx_lm.usage import usage
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "attach",
     "attachment",
     "detach",
+    "read_shape",
     "restore",
     "usage",
 ]

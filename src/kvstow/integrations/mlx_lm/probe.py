@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from kvstow.capacity import LayerShape
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred
 
@@ -19,23 +20,37 @@ from kvstow.integrations.mlx_lm import deferred
 _STEPS_TOKENS = (1, 1, 2)
 
 
-def plain_shapes(model: Any, caches: list[Any]) -> dict[int, tuple[int, int]]:
-    """Cache index to (key width, value width) of the plain caches that the model fills.
+def full_layers(model: Any, caches: list[Any]) -> dict[int, LayerShape]:
+    """Index to shape of the plain caches that the model fills.
+
+    Raises:
+        UnsupportedModel: If the model does not run on its own caches.
+    """
+    fill(model, caches)
+    return {
+        i: LayerShape("full", *widths(c))
+        for i, c in enumerate(caches)
+        if type(c) is KVCache and not c.empty()
+    }
+
+
+def fill(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOKENS) -> Any:
+    """Append some tokens to the model's own caches, step by step; returns the last logits.
 
     Raises:
         UnsupportedModel: If the model does not run on its own caches.
     """
     try:
-        _build(model, caches)
+        return _build(model, caches, n_tokens)
     except Exception as error:
         raise UnsupportedModel(
             f"the model does not run on its own caches: {_say(error)}"
         ) from error
-    return {
-        i: (int(c.keys.shape[-1]), int(c.values.shape[-1]))
-        for i, c in enumerate(caches)
-        if type(c) is KVCache and c.keys is not None and c.values is not None
-    }
+
+
+def widths(cache: Any) -> tuple[int, int, int]:
+    """KV heads, elements of a key and elements of a value in a filled cache."""
+    return int(cache.keys.shape[1]), int(cache.keys.shape[-1]), int(cache.values.shape[-1])
 
 
 def refusal(model: Any, caches: list[Any]) -> str:
@@ -65,10 +80,14 @@ def deferred_refusal(model: Any, caches: list[Any], n_packed: int) -> str:
     return ""
 
 
-def _build(model: Any, caches: list[Any]) -> None:
-    for n_tokens in _STEPS_TOKENS:
-        model(mx.zeros((1, n_tokens), mx.int32), cache=caches)
+def _build(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOKENS) -> Any:
+    logits = None
+    for n in n_tokens:
+        logits = model(mx.zeros((1, n), mx.int32), cache=caches)
+    return logits
 
 
 def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    """The error's first sentence: mlx lists every overload after it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].partition('. ')[0]}"
