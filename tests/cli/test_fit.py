@@ -1,11 +1,15 @@
 import json
 import os
+import sys
 
 import pytest
 from click.testing import CliRunner
 
 from kvstow.cli import main
 from kvstow.cli.fit import SCHEMES
+
+pytestmark = pytest.mark.mlx
+pytest.importorskip("mlx_lm")
 
 GEMMA3_4B = {
     "model_type": "gemma3",
@@ -27,8 +31,35 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
+}
+FALCON_H1 = LLAMA_8B | {
+    "model_type": "falcon_h1",
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 4096,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 64,
+}
+DEEPSEEK_V3 = LLAMA_8B | {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+GPT_OSS = LLAMA_8B | {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 128,
+    "sliding_window": 128,
 }
 WEIGHT_BYTES = 1_000_000
 
@@ -89,7 +120,7 @@ def test_a_context_of_some_tokens_is_priced_in_parts(fit):
 
 def test_a_sliding_window_is_a_fixed_cost(fit):
     result = report(fit(GEMMA3_4B, "--kv-quant", "off", "--tokens", "100000", "--json"))
-    assert result["layers"] == {"full": 5, "sliding": 29, "recurrent": 0}
+    assert result["layers"] == {"full": 5, "plain": 0, "sliding": 29, "recurrent": 0}
     assert result["schemes"][0]["bytes_per_token"] == 5 * 4 * 2 * 256 * 2
     assert "29 have a window of 1,024 tokens, a fixed cost." in fit(GEMMA3_4B).output
 
@@ -127,13 +158,47 @@ def test_memory_that_holds_the_weights_and_no_token_fits_none(fit):
 
 def test_a_config_that_lacks_a_key_is_an_error_that_names_it(fit):
     result = fit({k: v for k, v in LLAMA_8B.items() if k != "num_hidden_layers"})
-    assert (result.exit_code, result.output) == (1, "Error: the config lacks 'num_hidden_layers'\n")
+    expected = "Error: the config of this llama lacks 'num_hidden_layers'\n"
+    assert (result.exit_code, result.output) == (1, expected)
 
 
-def test_latent_attention_is_refused_with_the_reason(fit):
-    result = fit(LLAMA_8B | {"model_type": "deepseek_v3", "kv_lora_rank": 512})
+def test_a_model_type_that_mlx_lm_lacks_is_an_error_that_names_it(fit):
+    result = fit(LLAMA_8B | {"model_type": "rwkv99"})
     assert result.exit_code == 1
-    assert "kv_lora_rank" in result.output
+    assert "does not run the model type 'rwkv99'" in result.output
+
+
+def test_latent_attention_is_priced_without_a_scheme_and_refused_under_one(fit):
+    result = report(fit(DEEPSEEK_V3, "--json"))
+    off, *others = result["schemes"]
+    assert off["bytes_per_token"] == 2 * (512 + 64) * 2
+    assert all("multi-head latent attention (kv_lora_rank 512)" in x["refused"] for x in others)
+
+
+def test_a_scheme_that_the_models_own_code_cannot_take_is_refused(fit):
+    rows = {row["scheme"]: row for row in report(fit(GPT_OSS, "--json"))["schemes"]}
+    assert "does not support attention sinks" in rows["affine:8"]["refused"]
+    assert rows["turbo:k8v3"]["bytes_per_token"] == 16 * 8 * 100
+
+
+def test_a_hybrid_counts_its_states_and_the_layers_that_stay_plain(fit):
+    result = report(fit(FALCON_H1, "--tokens", "1", "--json"))
+    assert result["layers"] == {"full": 0, "plain": 32, "sliding": 0, "recurrent": 32}
+    off, *others = result["schemes"]
+    assert all("would apply to no layer" in row["refused"] for row in others)
+    conv = 3 * (4096 + 2 * 128) * 2
+    ssm = 64 * 64 * 128 * 4  # kept in float32, whatever the dtype
+    assert off["at_tokens"]["fixed_bytes"] == 32 * (conv + ssm)
+    output = fit(FALCON_H1).output
+    assert "32 more grow and stay as they are under every scheme." in output
+    assert "32 have a state of fixed size: " in output
+
+
+def test_without_mlx_it_says_what_to_install(fit, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlx_lm.utils", None)
+    result = fit(LLAMA_8B)
+    assert result.exit_code == 1
+    assert "pip install 'kvstow[mlx]'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -161,7 +226,7 @@ def test_the_demo_model_is_priced_as_it_will_be_loaded():
     half, single = (CliRunner().invoke(main, [*options, d]) for d in ("bfloat16", "float32"))
     if half.exit_code and os.environ.get("KVSTOW_REQUIRE_DEMO") != "1":
         pytest.skip(half.output)
-    assert report(half)["layers"] == {"full": 30, "sliding": 0, "recurrent": 0}
+    assert report(half)["layers"] == {"full": 30, "plain": 0, "sliding": 0, "recurrent": 0}
     assert report(half)["schemes"][0]["bytes_per_token"] == 30 * 3 * 100
     assert report(half)["weight_bytes"] == 2 * 134_515_008
     assert report(single)["weight_bytes"] == 4 * 134_515_008
