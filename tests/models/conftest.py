@@ -88,7 +88,6 @@ def add_vocabulary(writer: Any, architecture: str) -> None:
         writer.add_eos_token_id(258)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 TinyGguf = Callable[..., Path]
@@ -96,7 +95,15 @@ TinyGguf = Callable[..., Path]
 
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> TinyGguf:
-    """Write a tiny model; `tensors` replaces (an array) or drops (None) some of its own."""
+    """See `gguf_writer`."""
+    return gguf_writer(tmp_path)
+
+
+def gguf_writer(folder: Path, chat_template: str = CHAT_TEMPLATE) -> TinyGguf:
+    """A function that writes a tiny model into `folder`.
+
+    Its `tensors` replaces (an array) or drops (None) some of the model's own.
+    """
 
     def write(
         architecture: str = "llama",
@@ -107,7 +114,7 @@ def tiny_gguf(tmp_path: Path) -> TinyGguf:
         metadata: Callable[[Any], None] | None = None,
         seed: int = 0,
     ) -> Path:
-        path = tmp_path / f"{named or architecture}-{seed}.gguf"
+        path = folder / f"{named or architecture}-{seed}.gguf"
         writer = gguf.GGUFWriter(path, named or architecture)
         writer.add_block_count(LAYERS[architecture])
         writer.add_context_length(CONTEXT)
@@ -121,6 +128,8 @@ def tiny_gguf(tmp_path: Path) -> TinyGguf:
         if architecture == "gemma3":
             writer.add_sliding_window(32)
         add_vocabulary(writer, architecture)
+        if chat_template:
+            writer.add_chat_template(chat_template)
         if metadata is not None:
             metadata(writer)
         for name, array in (random_tensors(architecture, seed) | (tensors or {})).items():
@@ -131,13 +140,17 @@ def tiny_gguf(tmp_path: Path) -> TinyGguf:
                 writer.add_tensor(name, packed, raw_dtype=quantise)
             else:
                 writer.add_tensor(name, array)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return path
 
     return write
+
+
+def finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture

@@ -1,0 +1,82 @@
+"""The real program, on tiny models that it loads from real files."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from kvstow.cli import main
+
+LLAMA = {
+    "model_type": "llama",
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 50,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Tiny GGUF files, and a cache for what they are converted to."""
+    pytest.importorskip("mlx_lm")
+    folder = tmp_path_factory.mktemp("tiny")
+    gguf_writer = pytest.importorskip("tests.models.conftest").gguf_writer
+    write = gguf_writer(folder)
+    llama = write()
+    truncated = folder / "truncated.gguf"
+    truncated.write_bytes(llama.read_bytes()[:-100])
+    return SimpleNamespace(
+        llama=llama,
+        truncated=truncated,
+        untemplated=gguf_writer(folder, chat_template="")("qwen3"),
+        foreign=write(named="mamba"),
+        cache=folder / "cache",
+    )
+
+
+@pytest.fixture
+def cli(tiny, monkeypatch):
+    """Run a command of the program in this process."""
+    monkeypatch.setenv("KVSTOW_CACHE", str(tiny.cache))
+    return lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def refused(cli):
+    """Run a command, check that it ends with `code` and one error message, and return that."""
+
+    def run(*args, code):
+        result = cli(*args)
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert [line[:7] for line in result.stderr.splitlines()].count("Error: ") == 1
+        return result.stderr
+
+    return run
+
+
+@pytest.fixture
+def no_load(monkeypatch):
+    """Fail where weights would be loaded or converted."""
+    for command in ("generate", "bench"):
+        module = pytest.importorskip(f"kvstow.cli.{command}")
+        monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("weights are loaded"))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Make a directory with the config of a tiny llama, and weights that nothing can load."""
+
+    def make(**more):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        return tmp_path
+
+    return make
