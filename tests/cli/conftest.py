@@ -43,9 +43,12 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def cli(tiny, monkeypatch):
-    """Run a command of the program in this process."""
+    """Run a command of the program in this process, where it leaves nothing behind."""
+    base = pytest.importorskip("mlx_lm.models.base")
+    before = base.quantized_scaled_dot_product_attention
     monkeypatch.setenv("KVSTOW_CACHE", str(tiny.cache))
-    return lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
+    yield lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
+    assert base.quantized_scaled_dot_product_attention is before
 
 
 @pytest.fixture

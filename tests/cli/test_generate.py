@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvstow import Scheme, detach
+from kvstow import Scheme
 
 pytestmark = pytest.mark.mlx
 mx = pytest.importorskip("mlx.core")
@@ -49,8 +49,7 @@ def generate(cli, tiny):
 def demo(smollm2, monkeypatch):
     """The demo model, loaded once for all tests."""
     monkeypatch.setattr(command, "load", lambda *_, **__: smollm2)
-    yield "smollm2"
-    detach(smollm2[0])
+    return "smollm2"
 
 
 def kv_bytes(scheme, n_layers, n_kv_heads, capacity, dtype_bytes=4):

@@ -13,6 +13,7 @@ from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import refuse
+from kvstow.integrations import detach
 from kvstow.integrations.report import Fetch
 from kvstow.models import load, read_config
 from kvstow.scheme import Scheme
@@ -101,8 +102,11 @@ def generate(
     session: Session = runs.Session(
         loaded, tokenizer, kv_quant, fetch=fetch, context_tokens=config.context_length
     )
-    tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
-    answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json)
+    try:
+        tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
+        answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json)
+    finally:
+        detach(loaded)  # a command may run inside a program that goes on, such as a test
     summary = session.summary
     if summary is None:
         raise RuntimeError("the run ended without a summary")
