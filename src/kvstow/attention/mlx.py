@@ -3,8 +3,8 @@
 Attention is linear in the values and the rotation is the same for every token,
 so the values stay in the rotated domain and the *output* is un-rotated once per
 query row: O(l * d log d) instead of O(t * d log d). Within 1e-5 of `reference`
-in float32 (the order of the sums differs); half precision rounds the decoded
-window once.
+in float32 (the order of the sums differs). In half precision the host's attention
+gets a window that is rounded once; the products here stay in float32.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
 
-# Up to this many query rows per KV head, one plain product per step beats the
-# host's attention on CPU (benchmarks/bench_fetch.py); beyond it the host tiles better.
+# Up to this many query rows per KV head, two plain products are up to twice as fast
+# as the host's attention on a CPU, which repeats the keys for every query head.
 MAX_PRODUCT_ROWS = 32
 
 
@@ -43,12 +43,13 @@ def attend(
     queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
     """See `reference.attend`; `queries` is ``(b, hq, l, d)`` of any float dtype."""
-    keys, values = decode_window(window, queries.dtype, rotated=True)
     _, hq, n_queries, _ = queries.shape
-    rows = (hq // keys.shape[1]) * n_queries
+    rows = hq // window.keys.scales.shape[1] * n_queries
     if rows <= MAX_PRODUCT_ROWS and not codec.on_gpu():
-        output = _products(queries, keys, values, scale, mask)
+        keys, values = decode_window(window, mx.float32, rotated=True)
+        output = _products(queries.astype(mx.float32), keys, values, scale, mask)
     else:
+        keys, values = decode_window(window, queries.dtype, rotated=True)
         output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     return codec.unrotate(output).astype(queries.dtype)
 
