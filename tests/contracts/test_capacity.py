@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstow import Scheme, UnsupportedModel
+from kvstow import Scheme, UnsupportedModel, attached
 from kvstow.capacity import PREFILL_TOKENS, STEP_TOKENS, LayerShape, cost
 from kvstow.capacity.budget import DECODE_BYTES
 from kvstow.models import skeleton
@@ -200,8 +200,8 @@ def test_a_loaded_model_has_the_shape_of_its_skeleton(name):
 def test_an_attached_model_has_the_shape_that_it_had():
     model = skeleton(config_of("qwen3"))
     before = integration.read_shape(model)
-    integration.attach(model, Scheme.parse("turbo:k8v3"), "auto")
-    assert integration.read_shape(model) == before
+    with attached(model, "turbo:k8v3"):
+        assert integration.read_shape(model) == before
 
 
 def test_full_layers_of_gemma4_have_their_own_heads():
