@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32, UInt, UInt8
 
 from kvstow.codec import tables
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
+from kvstow.codec.mlx_lookup import centroid_table, code_table, look_up
 from kvstow.codec.reference import (
     EPS,
     FLOAT16_MAX,
@@ -58,9 +59,7 @@ def decode_keys(
 def dequantize_keys(packed: PackedKeys, *, bits: int) -> Float32[mx.array, "*b d"]:
     """See `reference.dequantize_keys`."""
     check_keys(bits, packed.scales.shape[-1] * GROUP_SIZE)
-    codes = (
-        packed.codes if bits == 8 else _look_up(packed.codes, _code_table(bits, mx.float32), bits)
-    )
+    codes = packed.codes if bits == 8 else look_up(packed.codes, code_table(bits, mx.float32), bits)
     scales = packed.scales[..., None].astype(mx.float32)
     zeros = packed.zeros[..., None].astype(mx.float32)
     keys: mx.array = (_groups(codes) + zeros) * scales
@@ -96,7 +95,7 @@ def dequantize_values(
     """See `reference.dequantize_values`."""
     check_values(bits, head_dim)
     scales = packed.scales[..., None].astype(mx.float32)
-    units = _look_up(packed.codes, _centroid_table(bits), bits)
+    units = look_up(packed.codes, centroid_table(bits), bits)
     rotated: mx.array = _groups(units) * scales
     return rotated.reshape(units.shape)
 
@@ -129,7 +128,7 @@ def pack_bits(codes: UInt[mx.array, "*b d"], *, bits: int) -> UInt8[mx.array, "*
 
 def unpack_bits(packed: UInt8[mx.array, "*b p"], *, bits: int) -> UInt8[mx.array, "*b p*8//{bits}"]:
     """See `reference.unpack_bits`."""
-    return packed if bits == 8 else _look_up(packed, _code_table(bits, mx.uint8), bits)
+    return packed if bits == 8 else look_up(packed, code_table(bits, mx.uint8), bits)
 
 
 def narrow(x: Float32[mx.array, "*b"], dtype: mx.Dtype) -> Float[mx.array, "*b"]:
@@ -218,38 +217,6 @@ def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt[mx.ar
     return below
 
 
-def _look_up(packed: UInt8[mx.array, "*b p"], table: mx.array, bits: int) -> mx.array:
-    """`table` at every code; below 8 bits, its entries hold the elements of two codes.
-
-    One 8-byte entry costs no more than a 4-byte one, and `take_along_axis` on flat
-    arrays costs a tenth of `take` on the CPU.
-    """
-    indices = packed.reshape(-1) if bits in (4, 8) else _pairs(packed, bits)
-    found = mx.take_along_axis(table, indices, axis=0)
-    if bits < 8:
-        found = found.view(mx.float32 if table.dtype == mx.uint64 else mx.uint8)
-    return found.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
-
-
-def _pairs(packed: UInt8[mx.array, "*b p"], bits: int) -> mx.array:
-    """Each two neighbouring codes as one flat index of ``2 * bits`` bits."""
-    if bits == 2:
-        return _spread(packed.reshape(-1).astype(mx.uint16), 4, 8).view(mx.uint8)
-    word, index, lane = (mx.uint32, mx.uint8, 8) if bits == 3 else (mx.uint64, mx.uint16, 16)
-    octets = packed.reshape(packed.size // bits, bits)  # 8 codes
-    top = mx.zeros((octets.shape[0], word.size - bits), mx.uint8)
-    words = mx.concatenate([octets, top], axis=-1).view(word).reshape(-1)
-    words = _spread(words, 4 * bits, 2 * lane)
-    return _spread(words, 2 * bits, lane).view(index)
-
-
-def _spread(words: mx.array, width: int, lane: int) -> mx.array:
-    """Of two fields of `width` bits side by side, move the upper one to the next lane."""
-    n_lanes = words.dtype.size * 8 // lane
-    low = sum((1 << width) - 1 << lane * i for i in range(0, n_lanes, 2))
-    return (words & low) | ((words << lane - width) & (low << lane))
-
-
 def _sum_in_order(x: Float32[mx.array, "*b g 32"]) -> Float32[mx.array, "*b g 1"]:
     """Left to right, as `mx.sum` need not be; CUDA's `mx.cumsum` adds in a tree."""
     if not mx.cuda.is_available() or not on_gpu():
@@ -297,25 +264,6 @@ def _walsh_hadamard(x: Float32[mx.array, "*b d"]) -> Float32[mx.array, "*b d"]:
 @cache
 def _signs(head_dim: int) -> Float32[mx.array, " {head_dim}"]:
     return mx.array(tables.SIGNS[head_dim])
-
-
-@cache
-def _centroid_table(bits: int) -> mx.array:
-    centroids = tables.CENTROIDS[bits]
-    return mx.array(centroids if bits == 8 else _paired(centroids).view(np.uint64).reshape(-1))
-
-
-@cache
-def _code_table(bits: int, dtype: mx.Dtype) -> mx.array:
-    codes = np.arange(2**bits)
-    if dtype == mx.uint8:
-        return mx.array(_paired(codes.astype(np.uint8)).view(np.uint16).reshape(-1))
-    return mx.array(_paired(codes.astype(np.float32)).view(np.uint64).reshape(-1))
-
-
-def _paired(elements: np.ndarray) -> np.ndarray:
-    first, second = np.tile(elements, elements.size), np.repeat(elements, elements.size)
-    return np.stack([first, second], axis=-1)
 
 
 @cache

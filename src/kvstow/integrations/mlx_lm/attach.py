@@ -186,12 +186,11 @@ def _choose_fetch(
     Raises:
         UnsupportedModel: If the path asked for does not work on this model.
     """
-    if isinstance(scheme, Off):
-        return "host", ""
     if not isinstance(scheme, Turbo):
         if fetch != "auto":
             raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {scheme}")
-        _check_runs(model, scheme, "host", make_plain, indices)
+        if not isinstance(scheme, Off):
+            _check_runs(model, scheme, "host", make_plain, indices)
         return "host", ""
     bare = Turbo(scheme.key_bits, scheme.value_bits)  # its options only delay what is probed
     why = ""

@@ -25,8 +25,10 @@ def usage(cache: list[Any]) -> KVUsage:
 
 
 def _arrays(cache: Any) -> list[mx.array]:
+    """Arrays of numbers; a batch also keeps integers about its rows."""
     leaves: Any = tree_flatten(cache.state)
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+    arrays = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+    return [a for a in arrays if mx.issubdtype(a.dtype, mx.inexact)]
 
 
 def _tokens(cache: Any) -> int:
