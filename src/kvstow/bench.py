@@ -20,9 +20,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from kvstow.capacity import PREFILL_TOKENS
 from kvstow.codec import mlx as codec
 from kvstow.integrations import attached, usage
 from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, attachment, deferred
@@ -30,7 +32,8 @@ from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.report import Fetch
 from kvstow.scheme import Affine, Off, Scheme, Turbo
 
-PREFILL_TOKENS = 2048  # mlx-lm's default step
+TURN_TOKENS = 4  # timed in one turn of an arm
+TURN_STEPS = TURN_TOKENS + 2  # by which a turn makes the cache longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def run(
         schemes: The arms, in order.
         contexts: Tokens in the cache when decoding is timed.
         fetch: Of the turbo arms.
-        rounds: Decode steps per arm, one in each round.
+        rounds: Turns of each arm, after one that warms up.
         on_step: Told what is being run.
     """
     shape = read_shape(model)
@@ -116,7 +119,10 @@ def run(
                 _convert(model, arm, plain)
         on_step(f"{n_tokens} tokens: decode")
         with deferred.installed():
-            _decode_in_turns(model, arms, rounds)
+            for _ in range(1 + rounds):
+                for arm in _running(arms):
+                    with arm.guarded():
+                        arm.step_ms.append(_token_ms(model, arm.cache))
             yield from _rows(arms, n_tokens, shape.n_heads)
 
 
@@ -173,14 +179,14 @@ def _convert(model: Any, arm: _Arm, plain: list[Any]) -> None:
         mx.eval([c.state for c in arm.cache])
 
 
-def _decode_in_turns(model: Any, arms: list[_Arm], rounds: int) -> None:
-    token = mx.array([[1]])
-    for _ in range(rounds + 1):  # the first round warms up
-        for arm in _running(arms):
-            begin = time.perf_counter()
-            with arm.guarded():
-                mx.eval(model(token, cache=arm.cache))
-            arm.step_ms.append(1e3 * (time.perf_counter() - begin))
+def _token_ms(model: Any, cache: list[Any]) -> float:
+    """Time of a token as mlx-lm generates it: the next graph is built while one computes."""
+    steps = generate_step(mx.array([1]), model, max_tokens=TURN_TOKENS + 1, prompt_cache=cache)
+    next(steps)  # waits for whatever still runs of the arm before
+    begin = time.perf_counter()
+    for _ in steps:
+        pass
+    return 1e3 * (time.perf_counter() - begin) / TURN_TOKENS
 
 
 def _rows(arms: list[_Arm], n_tokens: int, n_heads: int) -> Iterator[Row]:
@@ -215,7 +221,8 @@ def _alone_ms(arm: _Arm, part: Callable[[Any, int], Any], n_heads: int) -> float
     times = []
     for _ in range(4):
         begin = time.perf_counter()
-        mx.eval([part(c, n_heads) for c in layers])
+        for cache in layers:
+            mx.eval(part(cache, n_heads))
         times.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(times[1:])
 

@@ -13,12 +13,11 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from kvstow.capacity import PREFILL_TOKENS
 from kvstow.errors import PromptError
 from kvstow.integrations import AttachReport, KVUsage, attach, usage
 from kvstow.integrations.report import Fetch
 from kvstow.scheme import Scheme
-
-PREFILL_TOKENS = 2048  # per forward pass over the prompt; mlx-lm's default
 
 
 @dataclass(frozen=True, slots=True)

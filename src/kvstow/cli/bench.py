@@ -43,7 +43,7 @@ PIPE_COLUMNS = 120
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Decode steps per scheme, taken in turns.",
+    help="Turns of each scheme, of four tokens each.",
 )
 @params.fetch
 @params.dtype
@@ -71,19 +71,24 @@ def bench(
     that cannot run here has a row that says why.
     """
     config = read_config(model)
-    check_context(config.context_length, max(contexts), rounds)
+    measure: Any = import_module("kvstow.bench")
+    check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)
     check_schemes(config, schemes, fetch, dtype)
     blas = use_fast_blas()
     click.echo(blas.notice, err=True)
     loaded, _ = load(model, dtype=dtype)
     console = Console(stderr=True)
-    measure: Any = import_module("kvstow.bench")
     command = " ".join(["kvstow", *sys.argv[1:]])
     about = {"bench": "decode", "model": Path(model).name, **environment(command, blas)}
     rows = []
     with console.status("starting") as status:
         runs = measure.run(
-            loaded, list(schemes), list(contexts), fetch=fetch, rounds=rounds, on_step=status.update
+            loaded,
+            list(schemes),
+            list(contexts),
+            fetch=fetch,
+            rounds=rounds,
+            on_step=status.update,
         )
         for row in runs:
             rows.append(row)
@@ -99,15 +104,15 @@ def bench(
         shown.print(table(rows))
 
 
-def check_context(limit: int | None, tokens: int, rounds: int) -> None:
+def check_context(limit: int | None, tokens: int, n_steps: int) -> None:
     """Refuse a context that the model was not made for.
 
     Raises:
-        click.UsageError: If `tokens` and the warm-up and rounds that follow do not fit.
+        click.UsageError: If `tokens` and the decode steps that follow do not fit.
     """
-    if limit is not None and tokens + 1 + rounds > limit:
+    if limit is not None and tokens + n_steps > limit:
         raise click.UsageError(
-            f"--tokens {tokens} and {1 + rounds} decode steps do not fit "
+            f"--tokens {tokens} and {n_steps} decode steps do not fit "
             f"in the model's context of {limit} tokens"
         )
 
