@@ -3,7 +3,6 @@
 ``--log-cli-level=info`` shows the figures.
 """
 
-import copy
 import logging
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import kvstow
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
-kl = pytest.importorskip("tests.integration.kl")
+kl = pytest.importorskip("kvstow.evaluate.kl")
 
 pytestmark = [pytest.mark.mlx, pytest.mark.model]
 
@@ -41,25 +40,14 @@ def model(smollm2):
 def divergences(smollm2):
     """Scheme to mean KL in nats; ``off`` is the reference run again."""
     model, tokenizer = smollm2
-    tokens = kl.passages(tokenizer, 8)
-    prefix, following = tokens[:, : kl.PREFIX_TOKENS], tokens[:, kl.PREFIX_TOKENS :]
-    plain = host.make_prompt_cache(model)
-    model(mx.array(prefix), cache=plain)
-    mx.eval([c.state for c in plain])
-
-    reference = kl.teacher_forced(model, copy.deepcopy(plain), following)
-    figures = {
-        "off": kl.mean_kl(reference, kl.teacher_forced(model, copy.deepcopy(plain), following))
-    }
-    for scheme in KL_BARS:
-        with kvstow.attached(model, scheme) as report:
-            assert (report.n_quantised, report.fetch) == (30, "deferred")
-            packed = [integration.DeferredKVCache.from_kv_cache(c, report.scheme) for c in plain]
-            figures[scheme] = kl.mean_kl(reference, kl.teacher_forced(model, packed, following))
-            usage = kvstow.usage(packed)
-            assert usage.tokens == kl.PREFIX_TOKENS + kl.STEPS
-            assert usage.ratio > 1.8  # what was measured went through the packed cache
-            assert usage.nonfinite_groups == 0
+    schemes = [kvstow.Scheme.parse(text) for text in ("off", *KL_BARS)]
+    figures = {}
+    for report, used, per_passage in kl.compare(model, kl.passages(tokenizer, 8), schemes):
+        figures[str(report.scheme)] = float(per_passage.mean())
+        assert used.tokens == kl.PREFIX_TOKENS + kl.STEPS
+        if figures[str(report.scheme)]:  # what was measured went through the packed cache
+            assert (report.n_quantised, report.fetch, used.nonfinite_groups) == (30, "deferred", 0)
+            assert used.ratio > 1.8
     log.info("mean KL in nats: %s", {scheme: round(x, 6) for scheme, x in figures.items()})
     return figures
 

@@ -1,0 +1,1 @@
+"""Evaluation: what a scheme costs in quality, measured through the quantised cache."""
