@@ -13,7 +13,6 @@ import kvstow
 
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
-integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 kl = pytest.importorskip("kvstow.evaluate.kl")
 
 pytestmark = [pytest.mark.mlx, pytest.mark.model]
