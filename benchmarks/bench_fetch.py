@@ -134,7 +134,6 @@ def main() -> None:
                     "vs_off": round(found["off", "host"] / ms, 3),
                     "vs_affine8": round(affine_ms / ms, 3) if affine_ms else None,
                     **environment(" ".join(["python", *sys.argv]), BLAS),
-                    "device": str(mx.device_info().get("device_name", mx.default_device())),
                 }
                 line = json.dumps(row)
                 print(

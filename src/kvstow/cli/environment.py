@@ -1,30 +1,47 @@
 """What a measured figure depends on beside the code, for every row of results."""
 
+import os
 import platform
 import subprocess
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 from kvstow.blas import BlasReport
 
 
+CHECKOUT = Path(__file__).parents[3]
+
+
 def environment(command: str, blas: BlasReport) -> dict[str, Any]:
     """What a figure depends on beside the code: command, commit, machine, versions."""
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"],
+    device = import_module("mlx.core").device_info().get("device_name")
+    return {
+        "command": command,
+        "commit": commit(),
+        "machine": f"{processor()} ({platform.system()} {platform.machine()})",
+        "device": device or processor(),
+        "blas": blas.name,
+        "kvstow": _version("kvstow"),
+        "mlx": _version("mlx"),
+        "mlx_lm": _version("mlx-lm"),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that runs; None for an installed package.
+
+    KVSTOW_COMMIT names it where the checkout was copied without its history.
+    """
+    if not (CHECKOUT / ".git").exists():  # the package may lie inside some other repository
+        return os.environ.get("KVSTOW_COMMIT")
+    described = subprocess.run(
+        ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=10"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return {
-        "command": command,
-        "commit": commit.stdout.strip() or None,
-        "machine": f"{processor()} ({platform.system()} {platform.machine()})",
-        "blas": blas.name,
-        "mlx": _version("mlx"),
-        "mlx_lm": _version("mlx-lm"),
-    }
+    return described.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:
