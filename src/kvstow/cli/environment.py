@@ -9,7 +9,6 @@ from typing import Any
 
 from kvstow.blas import BlasReport
 
-
 CHECKOUT = Path(__file__).parents[3]
 
 
@@ -33,8 +32,10 @@ def commit() -> str | None:
 
     KVSTOW_COMMIT names it where the checkout was copied without its history.
     """
+    if told := os.environ.get("KVSTOW_COMMIT"):
+        return told
     if not (CHECKOUT / ".git").exists():  # the package may lie inside some other repository
-        return os.environ.get("KVSTOW_COMMIT")
+        return None
     described = subprocess.run(
         ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=10"],
         capture_output=True,
