@@ -1,14 +1,17 @@
 """Each test runs in its own process: the first call of `use_fast_blas` decides for the process."""
 
+import ctypes
 import importlib.metadata
 import json
 import os
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvstow import KvstowError
+from kvstow import KvstowError, blas
 from kvstow.blas import FUNCTIONS, use_fast_blas
 
 pytestmark = pytest.mark.mlx
@@ -37,7 +40,8 @@ def owners():
 
 def run(code, **environment):
     """The JSON that `code` prints in a fresh interpreter."""
-    for name in ("KVSTOW_BLAS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    threads = (f"{library}_NUM_THREADS" for library in ("OPENBLAS", "MKL", "OMP"))
+    for name in ("KVSTOW_BLAS", *threads):
         environment.setdefault(name, None)
     merged = {k: v for k, v in (dict(os.environ) | environment).items() if v is not None}
     command = [sys.executable, "-c", OWNERS + code]
@@ -144,8 +148,81 @@ print(json.dumps(blas.use_fast_blas().threads))
 """
     assert run(code) == 2
     assert run(code, OPENBLAS_NUM_THREADS="1") == 1
+    assert run(code, OMP_NUM_THREADS="1") == 1
 
 
+@on_linux_cpu
+def test_a_page_that_stays_read_only_leaves_every_pointer_as_it_was():
+    slot = ctypes.c_void_p(7)
+    with pytest.raises(OSError, match="mprotect"):
+        blas._point({ctypes.addressof(slot): 1, 0: 1})  # nothing is mapped at address 0
+    assert slot.value == 7
+
+
+PROGRAM_HEADER, DYNAMIC, TABLES = 64, 128, 256
+
+
+def elf_image(tags, tables=b"", kind=2):
+    """An ELF image in memory with one program header, a dynamic section and what it leads to."""
+    image = bytearray(TABLES)
+    image[:5] = b"\x7fELF\x02"
+    struct.pack_into("<Q", image, 32, PROGRAM_HEADER)
+    struct.pack_into("<H", image, 56, 1)
+    struct.pack_into("<II6Q", image, PROGRAM_HEADER, kind, 0, 0, DYNAMIC, 0, 0, 16 * len(tags), 0)
+    for i, tag in enumerate(tags.items()):
+        struct.pack_into("<QQ", image, DYNAMIC + 16 * i, *tag)
+    return bytes(image) + tables
+
+
+STRTAB, SYMTAB, RELA, RELASZ = 5, 6, 7, 8
+RELOCATION = struct.pack("<QQq", 0, 6 if blas.platform.machine() == "x86_64" else 1025, 0)
+NOT_ELF, NO_DYNAMIC, NO_TAGS = bytes(TABLES), elf_image({}, kind=1), elf_image({})
+NO_SIZE = elf_image({RELA: TABLES})
+HALF_AN_ENTRY = elf_image({RELA: TABLES, RELASZ: 23}, RELOCATION)
+NO_SYMBOLS = elf_image({RELA: TABLES, RELASZ: 24}, RELOCATION)
+NOT_UTF8 = elf_image(
+    {RELA: TABLES, RELASZ: 24, SYMTAB: TABLES + 24, STRTAB: TABLES + 28},
+    RELOCATION + bytes(4) + b"\xff\xfe\0",
+)
+
+
+@on_linux_cpu
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        (NOT_ELF, "no 64-bit ELF"),
+        (NO_DYNAMIC, "no dynamic section"),
+        (NO_TAGS, "in another way"),
+        (NO_SIZE, "KeyError"),
+        (HALF_AN_ENTRY, "multiple of 24"),
+        (NO_SYMBOLS, "KeyError"),
+        (NOT_UTF8, "in another way"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
+)
+def test_an_image_that_is_not_as_expected_is_left_alone(monkeypatch, image, reason):
+    buffer = ctypes.create_string_buffer(image)
+    monkeypatch.setattr(blas, "_base_address", lambda _: ctypes.addressof(buffer))
+    report = blas._install(blas._LIBRARIES[0], Path("libc.so.6"), None)
+    assert not report.active
+    assert reason in report.notice
+    assert buffer.raw[:-1] == image
+
+
+def test_there_is_nothing_to_say_on_macos_on_a_gpu_or_without_mlx(monkeypatch):
+    import_module = blas.importlib.import_module
+    gpu = type("Mlx", (), {"cpu": "cpu", "default_device": staticmethod(lambda: "gpu")})
+    monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(blas.sys, "platform", "darwin")
+    assert blas._decide("auto").notice == ""
+    monkeypatch.setattr(blas.sys, "platform", "linux")
+    monkeypatch.setattr(blas.importlib, "import_module", lambda _: gpu)
+    assert blas._decide("auto").notice == ""
+    monkeypatch.setattr(blas.importlib, "import_module", lambda _: import_module("mlx.nothing"))
+    assert blas._decide("auto").notice == ""
+
+
+@on_linux_cpu
 def test_a_machine_that_is_not_known_is_left_alone():
     code = """
 blas.platform.machine = lambda: "riscv64"

@@ -28,6 +28,7 @@ CHOICES = ("auto", "off", "openblas", "mkl")
 # Relocations that fill in a function's address: GLOB_DAT and JUMP_SLOT.
 _SLOT_KINDS = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 _PROT_READ_WRITE = 1 | 2
+_ELF64 = b"\x7fELF\x02"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class BlasReport:
     Args:
         name: mkl or openblas if kvstow put it in place, else bundled (mlx's own).
         active: Whether kvstow put it in place.
-        notice: One line for the user: what is used, or why nothing was done.
+        notice: One line for the user: what is used, or why nothing was done. Empty where
+            there is nothing to do: not on Linux, on a GPU, or without mlx.
         path: The library that was put in place.
         threads: How many threads it uses.
     """
@@ -91,6 +93,9 @@ _LIBRARIES = (
         "MKL_NUM_THREADS",
     ),
 )
+_NOTHING_TO_DO = BlasReport("bundled", False, "")
+# What reading an ELF image that is not as expected can raise.
+_UNREADABLE = (OSError, AttributeError, LookupError, ValueError, struct.error)
 _report: BlasReport | None = None
 
 
@@ -99,7 +104,8 @@ def use_fast_blas() -> BlasReport:
 
     ``KVSTOW_BLAS`` may be off, openblas, mkl, or auto, which is the default and means OpenBLAS
     if it is installed, else MKL. The first call decides for the whole process. One processor is
-    left free, unless the library's own variable, such as ``OPENBLAS_NUM_THREADS``, is set.
+    left free, unless ``OMP_NUM_THREADS`` or the library's own variable is set
+    (``OPENBLAS_NUM_THREADS``, ``MKL_NUM_THREADS``).
 
     Raises:
         KvstowError: If ``KVSTOW_BLAS`` is none of these.
@@ -116,14 +122,16 @@ def use_fast_blas() -> BlasReport:
 def _decide(choice: str) -> BlasReport:
     if choice == "off":
         return _nothing("KVSTOW_BLAS=off")
-    if sys.platform != "linux" or platform.machine() not in _SLOT_KINDS:
-        return _nothing(f"no other is known on {sys.platform} {platform.machine()}")
+    if sys.platform != "linux":
+        return _NOTHING_TO_DO
+    if platform.machine() not in _SLOT_KINDS:
+        return _nothing(f"no other is known on {platform.machine()}")
     try:
         mx: Any = importlib.import_module("mlx.core")
     except ImportError:
-        return _nothing("mlx is not installed")
+        return _NOTHING_TO_DO
     if mx.default_device() != mx.cpu:
-        return _nothing("mlx runs on the GPU")
+        return _NOTHING_TO_DO
     wanted = [library for library in _LIBRARIES if choice in ("auto", library.name)]
     for library in wanted:
         if (path := library.path()) is not None:
@@ -144,8 +152,8 @@ def _install(library: _Library, path: Path, mx: Any) -> BlasReport:
             return _nothing("this build of mlx calls a BLAS in another way")
         threads = _set_threads(loaded, library)
         before = _point({s: _address(loaded, library.symbol_prefix + n) for s, n in slots.items()})
-    except (OSError, AttributeError) as error:
-        return _nothing(f"{path} cannot be used: {error}")
+    except _UNREADABLE as error:
+        return _nothing(f"{path} cannot be used: {error!r}")
     if not _products_are_right(mx):
         _point(before)
         return _nothing(f"{path} gave wrong products")
@@ -156,7 +164,7 @@ def _install(library: _Library, path: Path, mx: Any) -> BlasReport:
 def _set_threads(loaded: ctypes.CDLL, library: _Library) -> int:
     # A product waits for its slowest thread: with as many threads as processors, one other
     # busy program makes every small product wait for the scheduler, 4 ms instead of 0.1.
-    if library.threads_variable not in os.environ:
+    if not {library.threads_variable, "OMP_NUM_THREADS"} & os.environ.keys():
         loaded[library.set_threads](max(1, _available_cpus() - 1))
     return int(loaded[library.get_threads]())
 
@@ -184,27 +192,35 @@ def blas_slots() -> dict[int, str]:
             if info & 0xFFFFFFFF in _SLOT_KINDS[platform.machine()]:
                 symbol = ctypes.string_at(dynamic["SYMTAB"] + 24 * (info >> 32), 4)
                 name = ctypes.string_at(dynamic["STRTAB"] + int.from_bytes(symbol, "little"))
-                if name.decode() in FUNCTIONS:
-                    slots[base + offset] = name.decode()
+                if (function := name.decode(errors="replace")) in FUNCTIONS:
+                    slots[base + offset] = function
     return slots
 
 
 def _base_address(suffix: str) -> int | None:
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         if line.endswith(suffix):
             return int(line.partition("-")[0], 16)
     return None
 
 
 def _dynamic_section(base: int) -> dict[str, int]:
-    """The tags of the ELF image at `base` that lead to its relocations, as absolute addresses."""
+    """The tags of the ELF image at `base` that lead to its relocations, as absolute addresses.
+
+    Raises:
+        ValueError: If it is no 64-bit ELF image, or has no dynamic section.
+    """
+    if ctypes.string_at(base, len(_ELF64)) != _ELF64:
+        raise ValueError("libmlx.so is no 64-bit ELF image")
     tags = {2: "PLTRELSZ", 5: "STRTAB", 6: "SYMTAB", 7: "RELA", 8: "RELASZ", 23: "JMPREL"}
     (table,) = struct.unpack("<Q", ctypes.string_at(base + 32, 8))
     n_headers = int.from_bytes(ctypes.string_at(base + 56, 2), "little")
     headers = struct.iter_unpack("<II6Q", ctypes.string_at(base + table, 56 * n_headers))
-    address, size = next((h[3], h[6]) for h in headers if h[0] == 2)  # PT_DYNAMIC
+    dynamic = next((h for h in headers if h[0] == 2), None)  # PT_DYNAMIC
+    if dynamic is None:
+        raise ValueError("libmlx.so has no dynamic section")
     found = {}
-    for tag, value in struct.iter_unpack("<QQ", ctypes.string_at(base + address, size)):
+    for tag, value in struct.iter_unpack("<QQ", ctypes.string_at(base + dynamic[3], dynamic[6])):
         if tag in tags:
             is_size = tags[tag].endswith("SZ")
             # glibc may have made the addresses absolute already
@@ -220,15 +236,16 @@ def _point(targets: dict[int, int]) -> dict[int, int]:
     """Write the pointers, whose page may be read-only after relocation; returns what they held.
 
     Raises:
-        OSError: If their page cannot be made writable.
+        OSError: If a page cannot be made writable; no pointer has been changed then.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     libc = ctypes.CDLL(None, use_errno=True)
-    before = {}
-    for slot, target in targets.items():
+    for slot in targets:
         start = ctypes.c_void_p(slot // page * page)
         if libc.mprotect(start, ctypes.c_size_t(page), _PROT_READ_WRITE):
             raise OSError(ctypes.get_errno(), "mprotect")
+    before = {}
+    for slot, target in targets.items():
         pointer = ctypes.c_void_p.from_address(slot)
         before[slot] = pointer.value or 0
         pointer.value = target

@@ -5,7 +5,7 @@
   + UnsupportedModel     the model cannot use this scheme              (ValueError)
   + ModelNotFound        no weights where the user pointed             (FileNotFoundError)
   + ModelFileError       weights or a config that cannot be read       (ValueError)
-  + PromptError          the prompt is empty, unreadable, or too long  (ValueError)
+  + PromptError          the prompt cannot be given to the model       (ValueError)
   + MissingDependency    an extra of kvstow is not installed           (ImportError)
 """
 
@@ -31,7 +31,7 @@ class ModelFileError(KvstowError, ValueError):
 
 
 class PromptError(KvstowError, ValueError):
-    """The prompt is empty, unreadable, or longer than the model's context."""
+    """The prompt is empty, fills the model's context, or has a system turn and no template."""
 
 
 class MissingDependency(KvstowError, ImportError):

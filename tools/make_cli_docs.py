@@ -1,5 +1,7 @@
-#!/usr/bin/env python3
-"""Writes docs/cli.md from the help texts of the commands. Run it after changing an option."""
+"""Write `docs/cli.md` from the help texts of the commands. Run it after changing an option.
+
+Usage: python tools/make_cli_docs.py
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ WIDTH = 100
 HEAD = """\
 # The commands and their options
 
-Written by `scripts/make_cli_docs.py` from the help texts of the commands: edit those, not this
+Written by `tools/make_cli_docs.py` from the help texts of the commands: edit those, not this
 page.
 
 Exit codes: 0; 1 for an error that has a name, with its message on standard error; 2 for an option
