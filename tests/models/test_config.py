@@ -87,6 +87,8 @@ def test_a_name_that_the_hub_does_not_know_is_refused_with_its_reason():
         ({"text_config": {"max_position_embeddings": 8192}}, 8192),
         ({"n_positions": 1024}, 1024),
         ({}, None),
+        ({"text_config": "llama"}, None),
+        ({"text_config": ["llama"], "n_positions": 1024}, 1024),
     ],
 )
 def test_the_context_length_is_found_where_configs_keep_it(config, tokens):

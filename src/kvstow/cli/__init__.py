@@ -1,18 +1,17 @@
 """The ``kvstow`` command: parse, call one function, print.
 
-Commands are imported when they run, so that ``kvstow --help`` is quick and
-``kvstow fit`` needs no array framework. Exit codes: 0, 1 for kvstow's own
-errors and missing extras, 2 for usage, 130 for an interrupt.
+Commands are imported when they run, so that ``kvstow --help`` is quick. Exit
+codes: 0, 1 for kvstow's own errors, a missing extra among them, 2 for usage,
+130 for an interrupt.
 """
 
 import os
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import click
 
-from kvstow.errors import KvstowError, MissingDependency
+from kvstow.errors import KvstowError
+from kvstow.require import require
 
 # name -> (module, one line of help); the module holds the command under the same name.
 COMMANDS = {
@@ -23,7 +22,6 @@ COMMANDS = {
         "Measure prompt and decode speed and peak memory under several schemes.",
     ),
 }
-EXTRAS = dict.fromkeys(("mlx", "mlx_lm", "gguf", "transformers", "tokenizers"), "mlx")
 INTERRUPTED = 130
 
 
@@ -32,13 +30,13 @@ class Main(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Name the commands, in the order a user meets them."""
-        return [name for name, (module, _) in COMMANDS.items() if find_spec(module)]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command: click.Command = getattr(require(COMMANDS[cmd_name][0]), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -55,26 +53,9 @@ class Main(click.Group):
             return super().invoke(ctx)
         except KvstowError as error:
             raise click.ClickException(str(error)) from error
-        except ModuleNotFoundError as error:
-            missing = missing_extra(error)
-            if missing is None:
-                raise
-            raise click.ClickException(str(missing)) from error
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
-
-
-def missing_extra(error: ModuleNotFoundError) -> MissingDependency | None:
-    """Turn a failed import into what to install, if an extra of kvstow brings the module."""
-    module = (error.name or "").partition(".")[0]
-    if module not in EXTRAS:
-        return None
-    extra = EXTRAS[module]
-    return MissingDependency(
-        f"this needs the Python module {module!r}, which is not installed; "
-        f"install it with: pip install 'kvstow[{extra}]'"
-    )
 
 
 @click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,7 +14,7 @@ from kvstow.errors import ModelFileError, ModelNotFound
 from kvstow.models.architectures import make_config
 from kvstow.models.gguf_file import read_gguf
 from kvstow.models.locate import ALLOWED, WEIGHTS, Source, locate
-from kvstow.models.require import require
+from kvstow.require import require
 from kvstow.models.weights import kept_tensors
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -69,7 +69,8 @@ def context_length(config: dict[str, Any]) -> int | None:
     >>> context_length({"max_position_embeddings": 8192})
     8192
     """
-    for part in (config, config.get("text_config") or {}):
+    inner = config.get("text_config")
+    for part in (config, inner) if isinstance(inner, dict) else (config,):
         for key in _CONTEXT_KEYS:
             if isinstance(part.get(key), int):
                 return int(part[key])

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstow.errors import ModelFileError
 from kvstow.models.locate import GGUF_MAGIC
-from kvstow.models.require import require
+from kvstow.require import require
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstow.capacity import DTYPE_BYTES
 from kvstow.errors import ModelFileError, UnsupportedModel
-from kvstow.models.require import require
+from kvstow.require import require
 
 DEFAULT_DTYPE = "bfloat16"
 # Model types whose code reads values back while it builds its graph, which would compute it.

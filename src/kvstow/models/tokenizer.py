@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstow.errors import ModelFileError
 from kvstow.models.gguf_file import GgufFile
-from kvstow.models.require import require
+from kvstow.require import require
 
 _PREFIX = "tokenizer.ggml."
 # transformers' word for each of the file's keys, where they differ

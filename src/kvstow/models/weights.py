@@ -15,7 +15,7 @@ from kvstow.errors import ModelFileError
 from kvstow.models.architectures import ROPE_FACTORS, mlx_name, unpermute
 from kvstow.models.cache_dir import Progress
 from kvstow.models.gguf_file import GgufFile, Tensor
-from kvstow.models.require import require
+from kvstow.require import require
 
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 BLOCK_ELEMENTS = 1 << 22
