@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import kvstow
-from kvstow.cli.environment import environment
 from kvstow.evaluate import kl
+from kvstow.evaluate.environment import environment
 
 SCHEMES = ["off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v5", "turbo:k8v4", "turbo:k8v3"]
 SCHEMES += ["turbo:k8v2", "turbo:k5v3", "turbo:k4v4", "turbo:k4v3", "turbo:k4v2", "turbo:k2v2"]

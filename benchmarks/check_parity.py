@@ -20,8 +20,8 @@ BLAS = use_fast_blas()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from kvstow.cli.environment import environment  # noqa: E402
 from kvstow.codec import mlx, reference  # noqa: E402
+from kvstow.evaluate.environment import environment  # noqa: E402
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS  # noqa: E402
 
 

@@ -1,7 +1,7 @@
-"""Model, tokenizer and scheme to a stream of text, and the numbers of that run.
+"""An attached model and its tokenizer to a stream of text, and the numbers of that run.
 
-A `Session` is one attached model; each `generate` is one run with a fresh cache
-through mlx-lm's own `stream_generate`.
+Each `Session.generate` is one `Run` with a fresh cache through mlx-lm's own
+`stream_generate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from kvstow.capacity import PREFILL_TOKENS
 from kvstow.errors import PromptError
-from kvstow.integrations import AttachReport, KVUsage, attach, usage
-from kvstow.integrations.report import Fetch
-from kvstow.scheme import Scheme
+from kvstow.integrations import AttachReport, KVUsage, usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,113 +67,34 @@ class Summary:
         }
 
 
-class Session:
-    """One model under one scheme.
+class Run:
+    """One run of a session: iterate over it for pieces of text, then ask for the `summary`."""
 
-    Args:
-        model: An mlx-lm model; it is attached, and stays so.
-        tokenizer: The tokenizer that mlx-lm loaded with it.
-        scheme: See `kvstow.Scheme`.
-        fetch: See `kvstow.attach`.
-        context_tokens: The longest context that the model allows; None for what its args
-            say, which for many architectures is nothing: its config knows.
+    def __init__(self, responses: Iterator[Any], report: AttachReport, cache: list[Any]) -> None:
+        self._responses = responses
+        self._report = report
+        self._cache = cache
+        self._last: Any = None
 
-    Attributes:
-        report: What `attach` did.
-        context_tokens: The longest context, where it is known.
-        summary: Of the last run that `generate` finished; None before.
+    def __iter__(self) -> Iterator[str]:
+        """The text as it comes."""
+        for response in self._responses:
+            self._last = response
+            if response.text:
+                yield response.text
 
-    Raises:
-        UnsupportedModel: As `kvstow.attach`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        scheme: str | Scheme | None,
-        *,
-        fetch: Fetch = "auto",
-        context_tokens: int | None = None,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.report = attach(model, scheme, fetch=fetch)
-        self.context_tokens = context_tokens or _context_of(model)
-        self.summary: Summary | None = None
-
-    def encode(
-        self, prompt: str, *, system_prompt: str | None = None, chat_template: bool = True
-    ) -> list[int]:
-        """Tokens of `prompt`, as a chat turn where the tokenizer has a template.
+    def summary(self) -> Summary:
+        """What was done up to the last piece that was taken.
 
         Raises:
-            PromptError: If there is no text, no template for a system prompt, or the prompt
-                leaves no room in the model's context.
+            RuntimeError: If none was.
         """
-        if not prompt.strip():
-            raise PromptError("the prompt is empty")
-        templated = chat_template and self.tokenizer.has_chat_template
-        if system_prompt is not None and not templated:
-            why = "this tokenizer has none" if chat_template else "it is turned off"
-            raise PromptError(f"a system prompt needs the chat template, and {why}")
-        if templated:
-            messages = [{"role": "user", "content": prompt}]
-            if system_prompt is not None:
-                messages.insert(0, {"role": "system", "content": system_prompt})
-            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        else:
-            tokens = self.tokenizer.encode(prompt)
-        limit = self.context_tokens
-        if limit is not None and len(tokens) >= limit:
-            raise PromptError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: "
-                f"the model's context is {limit} tokens"
-            )
-        return list(tokens)
-
-    def generate(
-        self,
-        tokens: list[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling | None = None,
-        on_prefill: Callable[[int, int], None] | None = None,
-    ) -> Iterator[str]:
-        """Yield pieces of text as they come; `summary` is set when they end.
-
-        Args:
-            tokens: The prompt, from `encode`.
-            max_tokens: Most tokens to generate; fewer where the model's context ends.
-            sampling: How to draw them; the most likely ones if None.
-            on_prefill: Called with the prompt tokens processed so far and in all.
-        """
-        sampling = sampling or Sampling()
-        if sampling.seed is not None:
-            mx.random.seed(sampling.seed)
-        if (limit := self.context_tokens) is not None:
-            max_tokens = min(max_tokens, limit - len(tokens))
-        cache = make_prompt_cache(self.model)
-        mx.reset_peak_memory()
-        last = None
-        for last in stream_generate(
-            self.model,
-            self.tokenizer,
-            tokens,
-            max_tokens=max_tokens,
-            sampler=make_sampler(sampling.temp, sampling.top_p, sampling.min_p, 1, sampling.top_k),
-            prompt_cache=cache,
-            prefill_step_size=PREFILL_TOKENS,
-            prompt_progress_callback=on_prefill,
-        ):
-            if last.text:
-                yield last.text
-        self.summary = self._summarise(last, usage(cache))
-
-    def _summarise(self, last: Any, kv: KVUsage) -> Summary:
+        last = self._last
+        if last is None:
+            raise RuntimeError("nothing was generated yet: iterate over the run first")
         return Summary(
-            report=self.report,
-            kv=kv,
+            report=self._report,
+            kv=usage(self._cache),
             prompt_tokens=last.prompt_tokens,
             generation_tokens=last.generation_tokens,
             prompt_tokens_per_s=round(last.prompt_tps, 2),
@@ -185,9 +104,111 @@ class Session:
         )
 
 
-def _context_of(model: Any) -> int | None:
-    for owner in (model, getattr(model, "language_model", None)):
-        limit = getattr(getattr(owner, "args", None), "max_position_embeddings", None)
-        if isinstance(limit, int):
-            return limit
-    return None
+class Session:
+    """A model that is attached, its tokenizer, and the length of its context.
+
+    Args:
+        model: An mlx-lm model.
+        tokenizer: The tokenizer that mlx-lm loaded with it.
+        report: What `kvstow.attach` said of it.
+        context_tokens: The longest context that the model's config allows, where it says.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        report: AttachReport,
+        *,
+        context_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.report = report
+        self.context_tokens = context_tokens
+
+    def encode(
+        self, prompt: str, *, system_prompt: str | None = None, chat_template: bool = True
+    ) -> list[int]:
+        """Tokens of `prompt`, as a chat turn where the tokenizer has a template.
+
+        Raises:
+            PromptError: If there is no text, no template for a system prompt, the template
+                refuses the messages, or the prompt leaves no room in the model's context.
+        """
+        if not prompt.strip():
+            raise PromptError("the prompt is empty")
+        templated = chat_template and self.tokenizer.has_chat_template
+        if system_prompt is not None and not templated:
+            why = "this tokenizer has none" if chat_template else "it is turned off"
+            raise PromptError(f"a system prompt needs the chat template, and {why}")
+        tokens = self._templated(prompt, system_prompt) if templated else None
+        return self._checked(self.tokenizer.encode(prompt) if tokens is None else tokens)
+
+    def generate(
+        self,
+        tokens: list[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Run:
+        """Start a run with a fresh cache; nothing is computed before it is iterated over.
+
+        Args:
+            tokens: The prompt, from `encode`.
+            max_tokens: Most tokens to generate; fewer where the model's context ends.
+            sampling: How to draw them; the most likely ones if None.
+            on_prefill: Called with the prompt tokens processed so far and in all.
+
+        Raises:
+            PromptError: If the prompt is empty or leaves no room in the model's context.
+            ValueError: If `max_tokens` is not positive.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        tokens = self._checked(tokens)
+        if self.context_tokens is not None:
+            max_tokens = min(max_tokens, self.context_tokens - len(tokens))
+        sampling = sampling or Sampling()
+        if sampling.seed is not None:
+            mx.random.seed(sampling.seed)
+        cache = make_prompt_cache(self.model)
+        mx.reset_peak_memory()
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            tokens,
+            max_tokens=max_tokens,
+            sampler=make_sampler(sampling.temp, sampling.top_p, sampling.min_p, 1, sampling.top_k),
+            prompt_cache=cache,
+            prefill_step_size=PREFILL_TOKENS,
+            prompt_progress_callback=on_prefill,
+        )
+        return Run(responses, self.report, cache)
+
+    def _templated(self, prompt: str, system_prompt: str | None) -> list[int]:
+        messages = [{"role": "user", "content": prompt}]
+        if system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        try:
+            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        except Exception as error:  # jinja2's own, raised by the text of a model's template
+            raise PromptError(f"the model's chat template refuses the prompt: {error}") from error
+        return list(tokens)
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        """`tokens`, if there are some and they leave room for one more.
+
+        Raises:
+            PromptError: If not.
+        """
+        if not tokens:
+            raise PromptError("the prompt is empty")
+        limit = self.context_tokens
+        if limit is not None and len(tokens) >= limit:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: "
+                f"the model's context is {limit} tokens"
+            )
+        return list(tokens)

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from kvstow import ModelFileError, UnsupportedModel
-from kvstow.models import ModelConfig
+from kvstow import UnsupportedModel
+from kvstow.models import skeleton
 from kvstow.scheme import Scheme
 
 pytestmark = pytest.mark.mlx
@@ -12,7 +12,8 @@ command = pytest.importorskip("kvstow.cli.bench")
 deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
 
 SCHEMES = ("off", "affine:8", "turbo:k8v3")
-ENVIRONMENT = {"bench", "model", "command", "commit", "machine", "blas", "mlx", "mlx_lm"}
+ENVIRONMENT = {"bench", "model", "started", "command", "commit", "machine", "device", "blas"}
+ENVIRONMENT |= {"kvstow", "mlx", "mlx_lm"}
 MEASURED = {
     "prompt_tokens_per_s",
     "decode_tokens_per_s",
@@ -91,7 +92,7 @@ def test_there_is_a_row_for_each_length_and_scheme(rows):
     assert turbo["prompt_tokens_per_s"] > 0
     assert turbo["peak_memory_bytes"] > turbo["kv_bytes"]
     assert affine["prompt_tokens_per_s"] is affine["peak_memory_bytes"] is None
-    assert off["encode_share"] == pytest.approx(0, abs=0.05)
+    assert off["encode_share"] < min(affine["encode_share"], turbo["encode_share"])
 
 
 def test_rows_are_appended_to_the_output_one_json_object_each(bench, tmp_path):
@@ -139,7 +140,7 @@ def test_a_refused_arm_is_shown_in_the_table_with_its_reason_once(bench):
 
 
 def test_an_arm_that_fails_while_it_reads_the_prompt_ends_alone(rows, monkeypatch):
-    measure = pytest.importorskip("kvstow.bench")
+    measure = pytest.importorskip("kvstow.evaluate.bench")
     own = measure._prefill
 
     def fail(model, arm, tokens):
@@ -163,19 +164,13 @@ def test_a_model_that_no_scheme_can_store_is_refused_before_its_weights_load(
 
 
 def test_a_model_that_some_schemes_can_store_is_measured_under_those():
-    config = ModelConfig(None, CONFIG)
+    model = skeleton(CONFIG)
     affine, turbo = Scheme.parse("affine:8"), Scheme.parse("turbo:k8v3")
-    command.check_schemes(config, [affine, turbo], "auto", None)
+    command.check_schemes(model, [affine, turbo], "auto")
     with pytest.raises(UnsupportedModel, match="attention sinks"):
-        command.check_schemes(config, [Scheme.parse("off"), affine], "auto", None)
+        command.check_schemes(model, [Scheme.parse("off"), affine], "auto")
     with pytest.raises(UnsupportedModel, match="cannot take packed windows"):
-        command.check_schemes(config, [turbo], "deferred", None)
-
-
-def test_a_config_that_is_no_models_is_refused_whatever_the_schemes():
-    config = ModelConfig(None, {"model_type": "llama"})
-    with pytest.raises(ModelFileError, match="lacks 'hidden_size'"):
-        command.check_schemes(config, [Scheme.parse("turbo")], "auto", None)
+        command.check_schemes(model, [turbo], "deferred")
 
 
 @pytest.mark.usefixtures("no_load")
@@ -206,4 +201,4 @@ def test_the_demo_model_has_sane_rows(rows, smollm2, monkeypatch):
     monkeypatch.setattr(command, "load", lambda *_, **__: smollm2)
     off, turbo = rows(contexts=[64], schemes=["off", "turbo:k8v3"], model="smollm2")
     assert (off["kv_bytes"], turbo["kv_bytes"]) == (256 * 30 * 3 * 512, 256 * 30 * 3 * 100)
-    assert 0 < turbo["attention_share"] + turbo["encode_share"] < 1
+    assert turbo["attention_share"] > 0 < turbo["encode_share"]

@@ -1,7 +1,9 @@
 """`attach` on models of mlx-lm's own classes, tiny and random."""
 
 import copy
+import gc
 import threading
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -59,8 +61,9 @@ EXPECTED = {
 def _the_global_is_mlx_lms_own_before_and_after():
     assert base.quantized_scaled_dot_product_attention is ORIGINAL
     yield
+    gc.collect()  # a test may drop an attached model
+    assert not deferred._owners
     base.quantized_scaled_dot_product_attention = ORIGINAL
-    deferred._users = 0
 
 
 SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)  # a negative number trims
@@ -715,6 +718,57 @@ def test_detaching_a_copy_of_a_model_leaves_the_model_working():
     np.testing.assert_allclose(run(model), wanted, rtol=0, atol=1e-3)
     kvstow.detach(model)
     assert not is_ours()
+
+
+def test_detaching_a_copy_first_leaves_no_trace_on_later_attachments():
+    model = build("llama")
+    kvstow.attach(model, "turbo")
+    twin = copy.deepcopy(model)
+    kvstow.detach(twin)
+    kvstow.detach(model)
+    assert not is_ours()
+    assert kvstow.attach(model, "turbo").fetch == "deferred"
+    assert deferred.is_installed()
+    kvstow.detach(model)
+    assert not is_ours()
+
+
+def test_the_copy_of_an_attached_model_outlives_it():
+    model = build("llama")
+    kvstow.attach(model, "turbo")
+    wanted, twin = run(model), copy.deepcopy(model)
+    del model
+    np.testing.assert_allclose(run(twin), wanted, rtol=0, atol=1e-3)
+    kvstow.detach(twin)
+
+
+def test_an_attached_model_is_freed_with_its_last_reference():
+    model = build("llama")
+    kvstow.attach(model, "turbo")
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+    assert not deferred.is_installed()
+
+
+def test_attaching_while_another_thread_decodes_takes_the_deferred_path():
+    busy, stop = build("llama"), threading.Event()
+    mx.eval(busy.parameters())  # a graph belongs to the thread that built it
+    kvstow.attach(busy, "turbo")
+
+    def decode():
+        while not stop.is_set():
+            run(busy)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    model = build("llama")
+    paths = {kvstow.attach(model, "turbo").fetch for _ in range(20)}
+    stop.set()
+    thread.join()
+    kvstow.detach(model)
+    kvstow.detach(busy)
+    assert paths == {"deferred"}
 
 
 def test_a_plain_cache_made_before_attach_stays_plain():

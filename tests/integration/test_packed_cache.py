@@ -27,9 +27,8 @@ H, D = 2, 64
 @pytest.fixture(params=["eager", "deferred"])
 def cls(request):
     """One of the two classes, while mlx-lm's attention would take its windows."""
-    deferred.install()
-    yield {"eager": PackedKVCache, "deferred": DeferredKVCache}[request.param]
-    deferred.remove()
+    with deferred.installed():
+        yield {"eager": PackedKVCache, "deferred": DeferredKVCache}[request.param]
 
 
 @pytest.fixture
@@ -621,7 +620,8 @@ class AnySequence(RuleBasedStateMachine):
         in_windows=st.booleans(),
     )
     def begin(self, text, in_windows):
-        deferred.install()
+        self.owner = deferred.Owner()
+        deferred.install(self.owner)
         self.rng = np.random.default_rng(0)
         self.scheme = turbo(text)
         cls = DeferredKVCache if in_windows else PackedKVCache
@@ -636,7 +636,7 @@ class AnySequence(RuleBasedStateMachine):
         return self.family[choice % len(self.family)]
 
     def teardown(self):
-        deferred.remove()
+        deferred.remove(self.owner)
 
     @rule(choice=st.integers(0, 9), n=st.integers(1, 9) | st.sampled_from([250, 300]))
     def append(self, choice, n):

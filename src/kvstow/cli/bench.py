@@ -14,16 +14,16 @@ from rich.table import Table
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
-from kvstow.cli.environment import environment
+from kvstow.cli.console import say, table_console
 from kvstow.cli.refuse import refuse
 from kvstow.errors import UnsupportedModel
-from kvstow.integrations.report import Fetch
-from kvstow.models import ModelConfig, load, read_config
-from kvstow.scheme import Off, Scheme, Turbo
+from kvstow.evaluate.environment import environment
+from kvstow.integrations.report import Fetch, fetch_of
+from kvstow.models import load, read_config, skeleton
+from kvstow.scheme import Off, Scheme
 
 DEFAULT_SCHEMES = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3", "turbo:k4v3")
 DEFAULT_CONTEXTS = (512, 2048)
-PIPE_COLUMNS = 120
 
 
 @click.command()
@@ -71,11 +71,11 @@ def bench(
     that cannot run here has a row that says why.
     """
     config = read_config(model)
-    measure: Any = import_module("kvstow.bench")
+    measure: Any = import_module("kvstow.evaluate.bench")
     check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)
-    check_schemes(config, schemes, fetch, dtype)
+    check_schemes(skeleton(config.config, dtype), schemes, fetch)
     blas = use_fast_blas()
-    click.echo(blas.notice, err=True)
+    say(blas.notice)
     loaded, _ = load(model, dtype=dtype)
     console = Console(stderr=True)
     command = " ".join(["kvstow", *sys.argv[1:]])
@@ -98,10 +98,7 @@ def bench(
             if as_json:
                 click.echo(line)
     if not as_json:
-        shown = Console()
-        if not shown.is_terminal:
-            shown.width = PIPE_COLUMNS
-        shown.print(table(rows))
+        table_console().print(table(rows))
 
 
 def check_context(limit: int | None, tokens: int, n_steps: int) -> None:
@@ -117,9 +114,7 @@ def check_context(limit: int | None, tokens: int, n_steps: int) -> None:
         )
 
 
-def check_schemes(
-    config: ModelConfig, schemes: Sequence[Scheme], fetch: Fetch, dtype: str | None
-) -> None:
+def check_schemes(bare: Any, schemes: Sequence[Scheme], fetch: Fetch) -> None:
     """Refuse a model that no scheme but off can store; one that some can is measured.
 
     Raises:
@@ -129,7 +124,7 @@ def check_schemes(
     quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
     for scheme in quantising:
         try:
-            refuse(config.config, scheme, fetch if isinstance(scheme, Turbo) else "auto", dtype)
+            refuse(bare, scheme, fetch_of(scheme, fetch))
         except UnsupportedModel as error:
             refusals.append(error)
     if refusals and len(refusals) == len(quantising):

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from kvstow.capacity import DTYPE_BYTES, KINDS, ModelShape, bytes_per_token, cost, max_tokens
+from kvstow.cli.console import table_console
 from kvstow.cli.params import as_json, kv_quants, model, size
 from kvstow.cli.refuse import refuse
 from kvstow.errors import UnsupportedModel
@@ -20,7 +20,6 @@ SCHEMES = (
     *("off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turbo:k8v3", "turbo:k8v2"),
     *("turbo:k4v3", "turbo:k4v2"),
 )
-PIPE_COLUMNS = 120
 
 
 @click.command()
@@ -73,7 +72,7 @@ def fit(
     for scheme in schemes:
         row: dict[str, Any] = {"scheme": str(scheme)}
         try:
-            refuse(config.config, scheme, dtype=dtype)
+            refuse(bare, scheme)
             row |= _costs(shape, scheme, room_bytes, tokens)
         except UnsupportedModel as error:
             row["refused"] = str(error)
@@ -90,9 +89,7 @@ def fit(
     if as_json:
         click.echo(json.dumps(report, indent=2))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_COLUMNS
+    console = table_console()
     console.print(_table(report))
     console.print(" ".join(_notes(report, shape)), markup=False)
 

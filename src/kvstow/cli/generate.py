@@ -11,15 +11,16 @@ import click
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
+from kvstow.cli.console import say
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import refuse
-from kvstow.integrations import detach
+from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch
-from kvstow.models import load, read_config
+from kvstow.models import load, read_config, skeleton
 from kvstow.scheme import Scheme
 
 if TYPE_CHECKING:
-    from kvstow.session import Sampling, Session, Summary
+    from kvstow.session import Run, Sampling, Session, Summary
 
 # Below this many prompt tokens a prefill is over before a bar can be read.
 LONG_PROMPT_TOKENS = 512
@@ -94,22 +95,20 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
     config = read_config(model)
-    refuse(config.config, kv_quant, fetch, dtype)
-    click.echo(use_fast_blas().notice, err=True)
+    refuse(skeleton(config.config, dtype), kv_quant, fetch)
+    say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)
     runs: Any = import_module("kvstow.session")
-    session: Session = runs.Session(
-        loaded, tokenizer, kv_quant, fetch=fetch, context_tokens=config.context_length
-    )
-    try:
+    with attached(loaded, kv_quant, fetch=fetch) as report:
+        session: Session = runs.Session(
+            loaded, tokenizer, report, context_tokens=config.context_length
+        )
         tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
-        answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json)
-    finally:
-        detach(loaded)  # a command may run inside a program that goes on, such as a test
-    summary = session.summary
-    if summary is None:
-        raise RuntimeError("the run ended without a summary")
+        run, answer = _stream(
+            session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json
+        )
+        summary = run.summary()
     if as_json:
         click.echo(json.dumps({"text": answer, **summary.as_dict()}))
     else:
@@ -179,15 +178,16 @@ def _stream(
     sampling: "Sampling",
     *,
     echo: bool,
-) -> str:
+) -> tuple["Run", str]:
     with progress_bar("prompt", shown=len(tokens) >= LONG_PROMPT_TOKENS) as step:
-        stream = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, on_prefill=step)
-        first = next(stream, "")
+        run = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, on_prefill=step)
+        text = iter(run)
+        first = next(text, "")
     pieces = []
-    for piece in chain([first], stream):
+    for piece in chain([first], text):
         pieces.append(piece)
         if echo:
             click.echo(piece, nl=False)
     if echo:
         click.echo()
-    return "".join(pieces)
+    return run, "".join(pieces)

@@ -15,17 +15,17 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvstow.integrations import attached, usage
-from kvstow.integrations.mlx_lm import attachment
-from kvstow.integrations.report import AttachReport, Fetch, KVUsage
+from kvstow.integrations.mlx_lm import convert
+from kvstow.integrations.report import AttachReport, Fetch, KVUsage, fetch_of
 from kvstow.scheme import Scheme
 
 PREFIX_TOKENS, STEPS = 127, 32
 
 
-def passages(tokenizer: Any, n: int) -> np.ndarray:
-    """The first `PREFIX_TOKENS + STEPS` tokens of the `n` longest topics of Python's own pages."""
+def passages(tokenizer: Any, n: int, n_tokens: int = PREFIX_TOKENS + STEPS) -> np.ndarray:
+    """The first `n_tokens` tokens of the `n` longest topics of Python's own pages."""
     longest = sorted(topics, key=lambda name: (-len(topics[name]), name))[:n]
-    return np.array([tokenizer.encode(topics[name])[: PREFIX_TOKENS + STEPS] for name in longest])
+    return np.array([tokenizer.encode(topics[name])[:n_tokens] for name in longest])
 
 
 def compare(
@@ -49,10 +49,8 @@ def compare(
         mx.eval([c.state for c in plain])
         reference = _logits(model, copy.deepcopy(plain), following)
     for scheme in schemes:
-        path = fetch if str(scheme).startswith("turbo") else "auto"
-        with attached(model, scheme, fetch=path) as report:
-            factory, cache = attachment(model), copy.deepcopy(plain)
-            cache = factory.convert(cache) if factory else cache
+        with attached(model, scheme, fetch=fetch_of(scheme, fetch)) as report:
+            cache = convert(model, copy.deepcopy(plain))
             divergence = _divergence(reference, _logits(model, cache, following))
             yield report, usage(cache), divergence.mean(axis=0)
 

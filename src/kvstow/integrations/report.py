@@ -3,9 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvstow.scheme import Scheme
+from kvstow.scheme import Scheme, Turbo
 
 Fetch = Literal["auto", "eager", "deferred"]
+
+
+def fetch_of(scheme: Scheme, fetch: Fetch) -> Fetch:
+    """`fetch` for a turbo scheme, and ``"auto"`` for the others, which have no choice."""
+    return fetch if isinstance(scheme, Turbo) else "auto"
 
 
 @dataclass(frozen=True, slots=True)

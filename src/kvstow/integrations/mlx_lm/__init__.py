@@ -1,6 +1,6 @@
 """kvstow inside mlx-lm: caches of its protocol, and the hook that makes it use them."""
 
-from kvstow.integrations.mlx_lm.attach import attach, attachment, detach, restore
+from kvstow.integrations.mlx_lm.attach import attach, attachment, convert, detach, restore
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
 from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.mlx_lm.usage import usage
@@ -10,6 +10,7 @@ __all__ = [
     "PackedKVCache",
     "attach",
     "attachment",
+    "convert",
     "detach",
     "read_shape",
     "restore",

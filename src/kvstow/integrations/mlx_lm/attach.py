@@ -7,6 +7,7 @@ away, so the attribute itself is the only state.
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 from mlx_lm.models import cache as host
 
@@ -18,23 +19,31 @@ from kvstow.integrations.report import AttachReport, LayerReport
 from kvstow.scheme import Affine, Off, Scheme, Turbo
 
 
-@dataclass(frozen=True)
-class CacheFactory:
+@dataclass(frozen=True, eq=False)
+class CacheFactory(deferred.Owner):
     """What ``model.make_cache`` becomes.
 
     Attributes:
-        make_plain: Makes the caches that the model had before.
+        model: A weak reference to the model, which owns this factory.
         report: What was decided, layer by layer.
         own: The instance's own ``make_cache`` that this one replaced, if it had one.
     """
 
-    make_plain: Any
+    model: ReferenceType[Any]
     report: AttachReport
     own: Any
 
     def __call__(self) -> list[Any]:
         """A prompt cache: the quantised layers under the scheme, the others as before."""
-        return _under(self.report.scheme, self.report.fetch, self._quantised, self.make_plain())
+        if self.report.fetch == "deferred":
+            deferred.install(self)  # the copy of an attached model comes here first
+        plain = _plain(self.model(), self.own)
+        return _under(self.report.scheme, self.report.fetch, self._quantised, plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CacheFactory":
+        """The factory of the copied model."""
+        model = self.model()
+        return CacheFactory(ref(memo.get(id(model), model)), self.report, self.own)
 
     def convert(self, caches: list[Any]) -> list[Any]:
         """The tokens of plain `caches`, in a prompt cache like those this factory makes.
@@ -61,18 +70,16 @@ def attach(model: Any, scheme: Scheme, fetch: str) -> AttachReport:
     Raises:
         UnsupportedModel: As there; the model is unchanged then.
     """
-    before = attachment(model)
-    make_plain = plain_maker(model)
-    reasons = _decide(model, scheme, make_plain)
+    reasons = _decide(model, scheme)
     indices = {i for i, reason in enumerate(reasons) if not reason}
-    path, why = _choose_fetch(model, scheme, fetch, make_plain, indices)
+    path, why = _choose_fetch(model, scheme, fetch, indices)
     layers = tuple(
         LayerReport(i, not reason, reason, "host" if reason else path)
         for i, reason in enumerate(reasons)
     )
     report = AttachReport(scheme, path, why, layers)
-    own = before.own if before else vars(model).get("make_cache")
-    restore(model, None if isinstance(scheme, Off) else CacheFactory(make_plain, report, own))
+    factory = CacheFactory(ref(model), report, _own_maker(model))
+    restore(model, None if isinstance(scheme, Off) else factory)
     return report
 
 
@@ -92,30 +99,50 @@ def restore(model: Any, factory: CacheFactory | None) -> None:
     before = attachment(model)
     if factory is not None:
         if factory.report.fetch == "deferred":
-            deferred.install()
+            deferred.install(factory)
         model.make_cache = factory
     elif before is not None:
         if before.own is not None:
             model.make_cache = before.own
         else:
             del model.make_cache
-    if before is not None and before.report.fetch == "deferred":
-        deferred.remove()
+    if before is not None and before is not factory:
+        deferred.remove(before)
 
 
-def plain_maker(model: Any) -> Any:
-    """What makes the caches that `model` has when it is not attached.
+def convert(model: Any, caches: list[Any]) -> list[Any]:
+    """See `CacheFactory.convert`; `caches` themselves where nothing is attached."""
+    factory = attachment(model)
+    return caches if factory is None else factory.convert(caches)
+
+
+def plain_caches(model: Any) -> list[Any]:
+    """The caches that `model` has when it is not attached.
 
     Raises:
         UnsupportedModel: If `model` is not one of mlx-lm's.
     """
-    if before := attachment(model):
-        return before.make_plain
-    if hasattr(model, "make_cache"):
-        return model.make_cache
-    if hasattr(model, "layers"):
-        return lambda: [host.KVCache() for _ in model.layers]
-    raise UnsupportedModel(f"expected an mlx-lm model, got {type(model).__name__} without layers")
+    return _plain(model, _own_maker(model))
+
+
+def _plain(model: Any, own: Any) -> list[Any]:
+    caches: list[Any]
+    if own is not None:
+        caches = own()
+    elif hasattr(type(model), "make_cache"):
+        caches = type(model).make_cache(model)
+    elif hasattr(model, "layers"):
+        caches = [host.KVCache() for _ in model.layers]
+    else:
+        name = type(model).__name__
+        raise UnsupportedModel(f"expected an mlx-lm model, got {name} without layers")
+    return caches
+
+
+def _own_maker(model: Any) -> Any:
+    """The ``make_cache`` of the instance itself, without ours."""
+    before = attachment(model)
+    return vars(model).get("make_cache") if before is None else before.own
 
 
 def _under(scheme: Scheme, fetch: str, indices: set[int], caches: list[Any]) -> list[Any]:
@@ -131,13 +158,13 @@ def _new_cache(scheme: Scheme, fetch: str) -> Any:
     raise TypeError(f"no cache for {scheme!r}")
 
 
-def _decide(model: Any, scheme: Scheme, make_plain: Any) -> list[str]:
+def _decide(model: Any, scheme: Scheme) -> list[str]:
     """Per cache, why it stays as it is; empty where the scheme applies.
 
     Raises:
         UnsupportedModel: If the scheme cannot store a full-attention layer, or there is none.
     """
-    caches = make_plain()
+    caches = plain_caches(model)
     if isinstance(scheme, Off):
         return ["the scheme is off"] * len(caches)
     _refuse_mla(model, scheme)
@@ -158,13 +185,11 @@ def _refuse_mla(model: Any, scheme: Scheme) -> None:
     Raises:
         UnsupportedModel: If the model's configuration has a ``kv_lora_rank``.
     """
-    for owner in (model, getattr(model, "language_model", None)):
-        rank = getattr(getattr(owner, "args", None), "kv_lora_rank", None)
-        if rank:
-            raise UnsupportedModel(
-                f"{scheme} stores keys and values per head; this model has multi-head latent "
-                f"attention (kv_lora_rank {rank}), whose cache is compressed already"
-            )
+    if rank := getattr(probe.text_args(model), "kv_lora_rank", None):
+        raise UnsupportedModel(
+            f"{scheme} stores keys and values per head; this model has multi-head latent "
+            f"attention (kv_lora_rank {rank}), whose cache is compressed already"
+        )
 
 
 def _why_kept(cache: Any) -> str:
@@ -178,9 +203,7 @@ def _why_kept(cache: Any) -> str:
     return f"{name} is not a full-attention cache"
 
 
-def _choose_fetch(
-    model: Any, scheme: Scheme, fetch: str, make_plain: Any, indices: set[int]
-) -> tuple[str, str]:
+def _choose_fetch(model: Any, scheme: Scheme, fetch: str, indices: set[int]) -> tuple[str, str]:
     """The path of the quantised layers, and why it is not the one that auto prefers.
 
     Raises:
@@ -190,21 +213,21 @@ def _choose_fetch(
         if fetch != "auto":
             raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {scheme}")
         if not isinstance(scheme, Off):
-            _check_runs(model, scheme, "host", make_plain, indices)
+            _check_runs(model, scheme, "host", indices)
         return "host", ""
     bare = Turbo(scheme.key_bits, scheme.value_bits)  # its options only delay what is probed
     why = ""
     if fetch != "eager":
-        caches = _under(bare, "deferred", indices, make_plain())
+        caches = _under(bare, "deferred", indices, plain_caches(model))
         why = probe.deferred_refusal(model, caches, len(indices))
         if not why:
             return "deferred", ""
         if fetch == "deferred":
             raise UnsupportedModel(f"this model cannot take packed windows: {why}")
-    _check_runs(model, bare, "eager", make_plain, indices)
+    _check_runs(model, bare, "eager", indices)
     return "eager", why
 
 
-def _check_runs(model: Any, scheme: Scheme, path: str, make_plain: Any, indices: set[int]) -> None:
-    if error := probe.refusal(model, _under(scheme, path, indices, make_plain())):
+def _check_runs(model: Any, scheme: Scheme, path: str, indices: set[int]) -> None:
+    if error := probe.refusal(model, _under(scheme, path, indices, plain_caches(model))):
         raise UnsupportedModel(f"this model does not run on {scheme} caches: {error}")

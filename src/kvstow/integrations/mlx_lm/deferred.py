@@ -9,7 +9,9 @@ first append) to the fast attention, and everything else to the original.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock, local
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -17,46 +19,50 @@ from mlx_lm.models import base
 from kvstow.attention.mlx import PackedWindow, attend
 
 
-class _Calls:
-    """How often the global was asked to attend over a packed window."""
-
-    n_packed = 0
+class Owner:
+    """Whoever needs the replacement; one that is gone needs it no longer."""
 
 
 _original = base.quantized_scaled_dot_product_attention
-_calls = _Calls()
-_users = 0
+_owners: WeakSet[Owner] = WeakSet()
+_lock = Lock()
+_seen = local()  # a probe counts the windows of its own thread
 
 
-def install() -> None:
-    """Take over the global; each call needs one `remove`."""
-    global _users
-    _users += 1
-    base.quantized_scaled_dot_product_attention = attention  # type: ignore[assignment]
+def install(owner: Owner) -> None:
+    """Take over the global for `owner`; doing so twice changes nothing."""
+    with _lock:
+        _owners.add(owner)
+        base.quantized_scaled_dot_product_attention = attention  # type: ignore[assignment]
 
 
-def remove() -> None:
-    """Undo one `install`; the last one restores mlx-lm's own function."""
-    global _users
-    _users -= 1
-    if _users == 0:
-        base.quantized_scaled_dot_product_attention = _original
+def remove(owner: Owner) -> None:
+    """`owner` needs it no longer; after the last one mlx-lm has its own function back."""
+    with _lock:
+        _owners.discard(owner)
+        if not _owners:
+            base.quantized_scaled_dot_product_attention = _original
 
 
 def is_installed() -> bool:
     """Whether a packed window handed to mlx-lm's attention arrives here."""
-    return _users > 0
+    return bool(_owners)
 
 
 @contextmanager
-def installed() -> Iterator[_Calls]:
-    """Install for the length of the block; yields the count of packed windows that arrive."""
-    _calls.n_packed = 0
-    install()
+def installed() -> Iterator[None]:
+    """Install for the length of the block."""
+    owner = Owner()
+    install(owner)
     try:
-        yield _calls
+        yield
     finally:
-        remove()
+        remove(owner)
+
+
+def windows_seen() -> int:
+    """How many packed windows have arrived from this thread."""
+    return getattr(_seen, "n_windows", 0)
 
 
 def attention(
@@ -64,7 +70,7 @@ def attention(
 ) -> mx.array:
     """mlx-lm's quantised attention, for packed windows too."""
     if isinstance(q_keys, PackedWindow):
-        _calls.n_packed += 1
+        _seen.n_windows = windows_seen() + 1
         return attend(queries, q_keys, scale=scale, mask=mask)
     if isinstance(q_keys, mx.array):
         return mx.fast.scaled_dot_product_attention(

@@ -70,14 +70,25 @@ def deferred_refusal(model: Any, caches: list[Any], n_packed: int) -> str:
         caches: Fresh caches, `n_packed` of them deferred.
         n_packed: How many.
     """
-    with deferred.installed() as calls:
+    before = deferred.windows_seen()
+    with deferred.installed():
         why = refusal(model, caches)
     if why:
         return why
+    arrived = deferred.windows_seen() - before
     expected = n_packed * (len(_STEPS_TOKENS) - 1)  # the first append is exact
-    if calls.n_packed != expected:
-        return f"{calls.n_packed} of {expected} packed windows reached mlx-lm's own attention"
+    if arrived != expected:
+        return f"{arrived} of {expected} packed windows reached mlx-lm's own attention"
     return ""
+
+
+def text_args(model: Any) -> Any:
+    """The args of the language model, be it inside another; None if it has none."""
+    for owner in (getattr(model, "language_model", None), model):
+        for name in ("args", "config"):
+            if (args := getattr(owner, name, None)) is not None:
+                return args
+    return None
 
 
 def _build(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOKENS) -> Any:

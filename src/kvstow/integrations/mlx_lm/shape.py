@@ -13,7 +13,7 @@ from mlx_lm.models import cache as host
 from kvstow.capacity import LayerShape, ModelShape
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import probe
-from kvstow.integrations.mlx_lm.attach import plain_maker
+from kvstow.integrations.mlx_lm.attach import plain_caches
 
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads", "num_query_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim", "dim")
@@ -37,7 +37,7 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     Raises:
         UnsupportedModel: If the model does not run, or a cache grows in a way of its own.
     """
-    caches = plain_maker(model)()
+    caches = plain_caches(model)
     logits = probe.fill(model, caches, (1, 1))
     n_bytes = [int(cache.nbytes) for cache, _ in _flat(caches)]
     probe.fill(model, caches, (2,))
@@ -46,7 +46,7 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
         for (cache, nested), before in zip(_flat(caches), n_bytes, strict=True)
         if cache.nbytes  # else the model stores nothing in it
     )
-    args = _text_args(model)
+    args = probe.text_args(model)
     key_dim = max((layer.key_dim for layer in layers), default=0)
     n_heads = _number(args, _HEADS)
     hidden_size = _number(args, _HIDDEN) or n_heads * key_dim
@@ -86,15 +86,6 @@ def _layer(cache: Any, bytes_before: int, *, nested: bool) -> LayerShape:
             "so what a context costs cannot be said"
         )
     return LayerShape("recurrent", state_bytes=bytes_before)
-
-
-def _text_args(model: Any) -> Any:
-    """The args of the language model, be it inside another."""
-    for owner in (getattr(model, "language_model", None), model):
-        for name in ("args", "config"):
-            if (args := getattr(owner, name, None)) is not None:
-                return args
-    return None
 
 
 def _number(args: Any, names: tuple[str, ...]) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -27,10 +28,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from kvstow.capacity import PREFILL_TOKENS
 from kvstow.codec import mlx as codec
 from kvstow.integrations import attached, usage
-from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, attachment, deferred
+from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, convert, deferred
 from kvstow.integrations.mlx_lm.shape import read_shape
-from kvstow.integrations.report import Fetch
-from kvstow.scheme import Affine, Off, Scheme, Turbo
+from kvstow.integrations.report import Fetch, fetch_of
+from kvstow.scheme import Affine, Off, Scheme
 
 TURN_TOKENS = 4  # timed in one turn of an arm
 TURN_STEPS = TURN_TOKENS + 2  # by which a turn makes the cache longer
@@ -73,11 +74,14 @@ class _Arm:
     peak_memory_bytes: int | None = None
     cache: list[Any] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    attention_ms: list[float] = field(default_factory=list)
+    encode_ms: list[float] = field(default_factory=list)
     refused: str | None = None
 
-    @property
-    def median_ms(self) -> float:
-        return statistics.median(self.step_ms[1:])
+    def take_turn(self, model: Any, n_heads: int) -> None:
+        self.step_ms.append(_token_ms(model, self.cache))
+        self.attention_ms.append(_alone_ms(self.cache, partial(_attention, n_heads=n_heads)))
+        self.encode_ms.append(_alone_ms(self.cache, _encode))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -112,7 +116,7 @@ def run(
     for n_tokens in contexts:
         mx.random.seed(0)
         tokens = mx.random.randint(0, shape.vocab_size, (1, n_tokens))
-        arms = [_Arm(s, fetch if isinstance(s, Turbo) else "auto") for s in schemes]
+        arms = [_Arm(s, fetch_of(s, fetch)) for s in schemes]
         plain = _prefill_each(model, arms, tokens, on_step)
         for arm in _running(arms):
             with arm.guarded():
@@ -122,8 +126,8 @@ def run(
             for _ in range(1 + rounds):
                 for arm in _running(arms):
                     with arm.guarded():
-                        arm.step_ms.append(_token_ms(model, arm.cache))
-            yield from _rows(arms, n_tokens, shape.n_heads)
+                        arm.take_turn(model, shape.n_heads)
+        yield from _rows(arms, n_tokens)
 
 
 def _running(arms: list[_Arm]) -> list[_Arm]:
@@ -173,9 +177,7 @@ def _prefill(model: Any, arm: _Arm, tokens: mx.array) -> list[Any]:
 def _convert(model: Any, arm: _Arm, plain: list[Any]) -> None:
     with attached(model, arm.scheme, fetch=arm.fetch) as report:
         arm.fetch = report.fetch
-        factory = attachment(model)
-        caches = copy.deepcopy(plain)
-        arm.cache = factory.convert(caches) if factory else caches
+        arm.cache = convert(model, copy.deepcopy(plain))
         mx.eval([c.state for c in arm.cache])
 
 
@@ -189,42 +191,41 @@ def _token_ms(model: Any, cache: list[Any]) -> float:
     return 1e3 * (time.perf_counter() - begin) / TURN_TOKENS
 
 
-def _rows(arms: list[_Arm], n_tokens: int, n_heads: int) -> Iterator[Row]:
-    off_ms = next((a.median_ms for a in _running(arms) if isinstance(a.scheme, Off)), None)
+def _rows(arms: list[_Arm], n_tokens: int) -> Iterator[Row]:
+    off_ms = next((_median(a.step_ms) for a in _running(arms) if isinstance(a.scheme, Off)), None)
     for arm in arms:
         row = Row(str(arm.scheme), arm.fetch, n_tokens)
-        if arm.refused is None:
-            with arm.guarded():
-                row = _measured(arm, row, off_ms, n_heads)
-        yield replace(row, refused=arm.refused)
+        yield replace(row, refused=arm.refused) if arm.refused else _measured(arm, row, off_ms)
 
 
-def _measured(arm: _Arm, row: Row, off_ms: float | None, n_heads: int) -> Row:
-    ms, kv = arm.median_ms, usage(arm.cache)
+def _measured(arm: _Arm, row: Row, off_ms: float | None) -> Row:
+    ms, kv = _median(arm.step_ms), usage(arm.cache)
     return replace(
         row,
         prompt_tokens_per_s=arm.prompt_tokens_per_s,
         decode_tokens_per_s=round(1e3 / ms, 2),
         decode_ms=round(ms, 2),
         decode_vs_off=round(off_ms / ms, 3) if off_ms else None,
-        attention_share=round(_alone_ms(arm, _attention, n_heads) / ms, 3),
-        encode_share=round(_alone_ms(arm, _encode, n_heads) / ms, 3),
+        attention_share=round(_median(arm.attention_ms) / ms, 3),
+        encode_share=round(_median(arm.encode_ms) / ms, 3),
         kv_bytes=kv.bytes,
         kv_bytes_bf16=kv.bytes_bf16,
         peak_memory_bytes=arm.peak_memory_bytes,
     )
 
 
-def _alone_ms(arm: _Arm, part: Callable[[Any, int], Any], n_heads: int) -> float:
-    """Median time of `part` over the layers that the schemes compete on."""
-    layers = [c for c in arm.cache if isinstance(c, PackedKVCache | QuantizedKVCache | KVCache)]
-    times = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        for cache in layers:
-            mx.eval(part(cache, n_heads))
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
+def _median(turns: list[float]) -> float:
+    """Of all turns but the first, which warms up."""
+    return statistics.median(turns[1:])
+
+
+def _alone_ms(caches: list[Any], part: Callable[[Any], Any]) -> float:
+    """Time of `part` over the layers that the schemes compete on."""
+    begin = time.perf_counter()
+    for cache in caches:
+        if isinstance(cache, PackedKVCache | QuantizedKVCache | KVCache):
+            mx.eval(part(cache))
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def _attention(cache: Any, n_heads: int) -> Any:
@@ -239,7 +240,7 @@ def _attention(cache: Any, n_heads: int) -> Any:
     return base.scaled_dot_product_attention(queries, keys, values, cache, head_dim**-0.5, None)
 
 
-def _encode(cache: Any, _: int) -> Any:
+def _encode(cache: Any) -> Any:
     """One token into the cache's format; a plain cache has nothing to encode."""
     if isinstance(cache, QuantizedKVCache) and cache.keys:
         head_dim = cache.keys[0].shape[-1] * 32 // cache.bits

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ def environment(command: str, blas: BlasReport) -> dict[str, Any]:
     """What a figure depends on beside the code: command, commit, machine, versions."""
     device = import_module("mlx.core").device_info().get("device_name")
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
         "machine": f"{processor()} ({platform.system()} {platform.machine()})",
