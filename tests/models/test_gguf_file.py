@@ -1,4 +1,6 @@
 import contextlib
+import json
+import logging
 import struct
 
 import numpy as np
@@ -7,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstow import ModelFileError
-from kvstow.models.gguf_file import read_gguf
+from kvstow.models.architectures import make_config
+from kvstow.models.gguf_file import GgufFile, read_gguf
+from kvstow.models.tokenizer import save_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -90,9 +94,98 @@ def test_damage_to_the_header_is_either_harmless_or_refused(tiny_gguf, data):
     whole[position : position + 8] = data.draw(st.binary(min_size=8, max_size=8))
     path.write_bytes(whole)
     with contextlib.suppress(ModelFileError):
-        assert isinstance(read_gguf(path).metadata, dict)
+        json.dumps(make_config(read_gguf(path)))
 
 
 def test_an_array_of_numbers_is_read_as_a_list(tiny_gguf):
     path = tiny_gguf(metadata=lambda w: w.add_array("some.numbers", np.arange(3).tolist()))
     assert read_gguf(path).metadata["some.numbers"] == [0, 1, 2]
+
+
+OF_SOME_TYPE = {
+    gguf.GGUFValueType.STRING: st.sampled_from(["", "llama", "3"]),
+    gguf.GGUFValueType.INT32: st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 300),
+    gguf.GGUFValueType.FLOAT32: st.floats(width=32),
+    gguf.GGUFValueType.BOOL: st.booleans(),
+}
+ANY_VALUE = st.sampled_from(sorted(OF_SOME_TYPE)).flatmap(
+    lambda kind: st.tuples(
+        st.just(kind), OF_SOME_TYPE[kind] | st.lists(OF_SOME_TYPE[kind], min_size=1, max_size=3)
+    )
+)
+OPTIONAL_KEYS = (
+    *("general.alignment", "split.count", "llama.rope.dimension_count"),
+    *("llama.rope.scaling.type", "llama.rope.scaling.factor", "tokenizer.ggml.add_bos_token"),
+    *("tokenizer.ggml.eot_token_id", "tokenizer.ggml.scores", "tokenizer.ggml.padding_token_id"),
+)
+
+
+@pytest.mark.mlx
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_metadata_of_a_wrong_type_is_either_harmless_or_refused(tiny_gguf, data):
+    pytest.importorskip("transformers")
+    logging.getLogger("gguf.gguf_writer").setLevel(logging.ERROR)  # it warns of a replaced key
+    keys = [*read_gguf(tiny_gguf()).metadata, *OPTIONAL_KEYS]
+    key = data.draw(st.sampled_from(sorted(keys)))
+    kind, value = data.draw(ANY_VALUE)
+
+    def replace(writer):
+        if isinstance(value, list):
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, sub_type=kind)
+        else:
+            writer.add_key_value(key, value, kind)
+
+    path = tiny_gguf(metadata=replace)
+    with contextlib.suppress(ModelFileError):
+        file = read_gguf(path)
+        json.dumps(make_config(file), allow_nan=False)
+        save_tokenizer(file, "llama", path.parent)
+
+
+@pytest.mark.parametrize(
+    ("read", "value", "message"),
+    [
+        (lambda file: file.integer("key"), "3", "'key' must be an integer, got '3'"),
+        (lambda file: file.integer("key"), True, "'key' must be an integer, got True"),
+        (lambda file: file.integer("key"), 0, "'key' must be an integer from 1 on, got 0"),
+        (lambda file: file.integer("key"), [3], r"'key' must be an integer, got \[3\]"),
+        (lambda file: file.positive("key"), "1", "'key' must be a number, got '1'"),
+        (lambda file: file.positive("key"), float("nan"), "must be a positive number, got nan"),
+        (lambda file: file.text("key"), ["llama"], r"'key' must be text, got \['llama'\]"),
+        (lambda file: file.text("key"), None, "lacks the metadata 'key'"),
+        (lambda file: file.array("key", str), "abc", "must be an array, each item text, got 'abc'"),
+        (lambda file: file.array("key", str), [1] * 99, r"each item text, got \[1, 1, .*\.\.\.\]"),
+    ],
+)
+def test_metadata_is_refused_with_what_it_must_be(tmp_path, read, value, message):
+    metadata = {} if value is None else {"key": value}
+    with pytest.raises(ModelFileError, match=message):
+        read(GgufFile(tmp_path, metadata, {}))
+
+
+def test_a_file_that_was_joined_from_shards_is_read(tiny_gguf):
+    path = tiny_gguf(metadata=lambda writer: writer.add_uint16("split.count", 0))
+    assert read_gguf(path).tensors
+
+
+@pytest.mark.parametrize(("key", "value"), [("general.alignment", "32"), ("split.count", "1")])
+def test_text_where_the_header_needs_a_number_is_refused(tiny_gguf, key, value):
+    path = tiny_gguf(metadata=lambda writer: writer.add_string(key, value))
+    with pytest.raises(ModelFileError, match=f"metadata '{key}' must be an integer, got '{value}'"):
+        read_gguf(path)
+
+
+def test_a_list_of_architectures_is_refused(tiny_gguf):
+    key = "general.architecture"
+    path = tiny_gguf(metadata=lambda writer: writer.add_array(key, ["llama"]))
+    with pytest.raises(ModelFileError, match=f"metadata '{key}' must be text"):
+        make_config(read_gguf(path))
+
+
+def test_a_number_of_layers_in_the_billions_is_refused_at_once(tiny_gguf):
+    path = tiny_gguf(metadata=lambda writer: writer.add_block_count(2**32 - 1))
+    with pytest.raises(ModelFileError, match="of its tensors, such as"):
+        make_config(read_gguf(path))

@@ -32,7 +32,11 @@ class Main(click.Group):
         """Name the commands, in the order a user meets them."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        cmd_name: str,
+    ) -> click.Command | None:
         """Import one command."""
         if cmd_name not in COMMANDS:
             return None

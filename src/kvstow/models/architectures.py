@@ -55,13 +55,13 @@ def architecture_of(gguf: GgufFile) -> str:
     Raises:
         ModelFileError: If it is another one.
     """
-    architecture = gguf.metadata.get("general.architecture")
+    architecture = gguf.text("general.architecture")
     if architecture not in MODEL_TYPES:
         raise ModelFileError(
             f"{gguf.path} has the architecture {architecture!r}; "
             f"expected one of {', '.join(MODEL_TYPES)}"
         )
-    return str(architecture)
+    return architecture
 
 
 def mlx_name(architecture: str, name: str) -> str | None:
@@ -114,7 +114,7 @@ def make_config(gguf: GgufFile) -> dict[str, Any]:
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": _integer(gguf, "context_length"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _end_tokens(gguf),
         "rope_scaling": _rope_scaling(gguf),
     }
@@ -139,29 +139,13 @@ def _gemma3_config(gguf: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_ABSENT: Any = object()
+def _integer(gguf: GgufFile, key: str, default: int | None = None) -> int:
+    return gguf.integer(f"{architecture_of(gguf)}.{key}", default)
 
 
-def _value(gguf: GgufFile, key: str, default: Any = _ABSENT) -> Any:
-    key = f"{gguf.metadata['general.architecture']}.{key}"
-    value = gguf.metadata.get(key, default)
-    if value is _ABSENT:
-        raise ModelFileError(f"{gguf.path} lacks the metadata {key!r}")
-    return value
-
-
-def _integer(gguf: GgufFile, key: str, default: Any = _ABSENT) -> int:
-    value = _value(gguf, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFileError(
-            f"{gguf.path}: metadata {key!r} must be one positive integer, got {value!r}"
-        )
-    return value
-
-
-def _decimal(gguf: GgufFile, key: str, default: Any = _ABSENT) -> float:
+def _decimal(gguf: GgufFile, key: str, default: float | None = None) -> float:
     # The file holds float32; the number that was meant has few digits.
-    return float(f"{_value(gguf, key, default):.6g}")
+    return float(f"{gguf.positive(f'{architecture_of(gguf)}.{key}', default):.6g}")
 
 
 def _check_tensors(gguf: GgufFile, architecture: str, n_layers: int) -> None:
@@ -169,6 +153,7 @@ def _check_tensors(gguf: GgufFile, architecture: str, n_layers: int) -> None:
     stems = [f"{stem}.weight" for stem in LAYERS[architecture]]
     if architecture == "qwen2":
         stems += ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
+    n_layers = min(n_layers, len(gguf.tensors) + 1)  # a damaged number may be in the billions
     needed |= {f"blk.{layer}.{stem}" for layer in range(n_layers) for stem in stems}
     if missing := sorted(needed - gguf.tensors.keys()):
         raise ModelFileError(
@@ -183,11 +168,10 @@ def _check_tensors(gguf: GgufFile, architecture: str, n_layers: int) -> None:
 
 
 def _end_tokens(gguf: GgufFile) -> list[int]:
-    metadata = gguf.metadata
-    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    named = [gguf.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot")]
     ids = {index for index in named if index is not None}
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    tokens = gguf.array("tokenizer.ggml.tokens", str)
+    kinds = gguf.array("tokenizer.ggml.token_type", int)
     pairs = enumerate(zip(tokens, kinds, strict=False))
     ids |= {i for i, (token, kind) in pairs if kind == _CONTROL and token in END_OF_TURN}
     return sorted(ids)
@@ -196,7 +180,7 @@ def _end_tokens(gguf: GgufFile) -> list[int]:
 def _rope_scaling(gguf: GgufFile) -> dict[str, Any] | None:
     if ROPE_FACTORS in gguf.tensors:
         return _llama3_scaling(gguf)
-    kind = _value(gguf, "rope.scaling.type", "none")
+    kind = gguf.text(f"{architecture_of(gguf)}.rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind == "linear":
@@ -208,6 +192,8 @@ def _rope_scaling(gguf: GgufFile) -> dict[str, Any] | None:
 
 def _llama3_scaling(gguf: GgufFile) -> dict[str, Any]:
     tensor = gguf.tensors[ROPE_FACTORS]
+    if tensor.kind.name != "F32" or not tensor.size:
+        raise ModelFileError(f"{gguf.path} is damaged: {ROPE_FACTORS!r} must hold float32 numbers")
     stored = np.fromfile(gguf.path, np.float32, tensor.size, offset=tensor.start)
     scaling = {"rope_type": "llama3", "factor": float(f"{stored.max():.6g}"), **_LLAMA3}
     expected = llama3_factors(2 * tensor.size, _decimal(gguf, "rope.freq_base", 10000.0), scaling)

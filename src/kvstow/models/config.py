@@ -14,8 +14,8 @@ from kvstow.errors import ModelFileError, ModelNotFound
 from kvstow.models.architectures import make_config
 from kvstow.models.gguf_file import read_gguf
 from kvstow.models.locate import ALLOWED, WEIGHTS, Source, locate
-from kvstow.require import require
 from kvstow.models.weights import kept_tensors
+from kvstow.require import require
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 

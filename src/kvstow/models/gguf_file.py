@@ -8,10 +8,11 @@ tensor infos, then the tensor data at the next multiple of ``general.alignment``
 
 import math
 import mmap
+import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstow.errors import ModelFileError
 from kvstow.models.locate import GGUF_MAGIC
@@ -24,6 +25,8 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_T = TypeVar("_T", bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,77 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of a GGUF file: metadata by key, tensors by name."""
+    """The header of a GGUF file: metadata by key, tensors by name.
+
+    Nothing says of which type a value is but the file, so each is read by a method
+    that checks it.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+
+    def get(self, key: str, kind: type[_T]) -> _T | None:
+        """The metadata `key`, which must be a `kind`; None if the file lacks it.
+
+        Raises:
+            ModelFileError: If it is something else.
+        """
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not kind:  # a bool would pass for an int
+            raise self._wrong(key, _WORDS[kind])
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """The metadata `key`, which must be text.
+
+        Raises:
+            ModelFileError: If it is something else, or missing and has no default.
+        """
+        return self._needed(key, self.get(key, str), default)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """The metadata `key`, which must be an integer from `least` on.
+
+        Raises:
+            ModelFileError: If it is something else, or missing and has no default.
+        """
+        value = self._needed(key, self.get(key, int), default)
+        if value < least:
+            raise self._wrong(key, f"an integer from {least} on", value)
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """The metadata `key`, which must be a positive number.
+
+        Raises:
+            ModelFileError: If it is something else, or missing and has no default.
+        """
+        value = self._needed(key, self.get(key, float), default)
+        if not 0 < value < math.inf:
+            raise self._wrong(key, "a positive number", value)
+        return value
+
+    def array(self, key: str, kind: type[_T]) -> list[_T]:
+        """The metadata `key`, which must be an array of `kind`; empty if the file lacks it.
+
+        Raises:
+            ModelFileError: If it is something else.
+        """
+        values = self.metadata.get(key, [])
+        if type(values) is not list or any(type(value) is not kind for value in values):
+            raise self._wrong(key, f"an array, each item {_WORDS[kind]}")
+        return values
+
+    def _needed(self, key: str, value: _T | None, default: _T | None) -> _T:
+        value = default if value is None else value
+        if value is None:
+            raise ModelFileError(f"{self.path} lacks the metadata {key!r}")
+        return value
+
+    def _wrong(self, key: str, allowed: str, value: Any = None) -> ModelFileError:
+        got = reprlib.repr(self.metadata.get(key, value))
+        return ModelFileError(f"{self.path}: metadata {key!r} must be {allowed}, got {got}")
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -146,16 +215,20 @@ def _read(cursor: _Cursor) -> GgufFile:
     for _ in range(n_pairs):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.number("I"))
-    if (n_shards := metadata.get("split.count", 1)) > 1:
+    gguf = GgufFile(cursor.path, metadata, {})
+    # llama-gguf-split leaves a count of 0 in what it has joined
+    if (n_shards := gguf.integer("split.count", 1, least=0)) > 1:
         raise ModelFileError(
             f"{cursor.path} is one of {n_shards} shards; join them first with "
             "llama-gguf-split --merge"
         )
     infos = [_tensor_info(cursor) for _ in range(n_tensors)]
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT) or DEFAULT_ALIGNMENT
-    data_start = math.ceil(cursor.at / alignment) * alignment
-    tensors = [_tensor(cursor, data_start, *info) for info in infos]
-    return GgufFile(cursor.path, metadata, {tensor.name: tensor for tensor in tensors})
+    alignment = gguf.integer("general.alignment", DEFAULT_ALIGNMENT)
+    data_start = -(-cursor.at // alignment) * alignment
+    for info in infos:
+        tensor = _tensor(cursor, data_start, *info)
+        gguf.tensors[tensor.name] = tensor
+    return gguf
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

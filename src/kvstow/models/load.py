@@ -7,8 +7,8 @@ from kvstow.models.cache_dir import Progress
 from kvstow.models.config import hub_config
 from kvstow.models.convert import convert
 from kvstow.models.locate import locate
-from kvstow.require import require
 from kvstow.models.weights import check_dtype
+from kvstow.require import require
 
 
 def load(

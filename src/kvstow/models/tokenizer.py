@@ -40,19 +40,24 @@ def save_tokenizer(gguf: GgufFile, architecture: str, folder: Path) -> None:
         for key, value in gguf.metadata.items()
         if key.startswith(_PREFIX)
     }
-    if not told.get("tokens"):
+    tokens = gguf.array(f"{_PREFIX}tokens", str)
+    if not tokens:
         raise ModelFileError(f"{gguf.path} has no vocabulary ({_PREFIX}tokens)")
-    names = {name: _token(gguf, told, key) for name, key in _SPECIAL.items()}
+    names = {name: _token(gguf, tokens, _PREFIX + key) for name, key in _SPECIAL.items()}
+    kind, pre = gguf.get(f"{_PREFIX}model", str), gguf.get(f"{_PREFIX}pre", str)
+    # Sentencepiece vocabularies begin with BOS unless the file says otherwise.
+    add_bos = gguf.get(f"{_PREFIX}add_bos_token", bool)
+    add_bos = kind == "llama" if add_bos is None else add_bos
+    template = gguf.get("tokenizer.chat_template", str)
     try:
         backend, _ = mapping.convert_gguf_tokenizer(
             architecture, {_BUILDER_KEYS.get(key, key): value for key, value in told.items()}
         )
-    except (KeyError, ValueError) as error:
+    except Exception as error:  # the tokenizers package raises nothing more specific
         raise ModelFileError(f"{gguf.path}: no tokenizer can be built from it: {error}") from error
-    if told.get("pre") == "smollm":
+    if pre == "smollm":
         backend.pre_tokenizer = _smollm_split()
-    # Sentencepiece vocabularies begin with BOS unless the file says otherwise.
-    if told.get("add_bos_token", told.get("model") == "llama") and names["bos_token"]:
+    if add_bos and names["bos_token"]:
         backend.post_processor = require("tokenizers.processors").TemplateProcessing(
             single=f"{names['bos_token']} $A",
             special_tokens=[(names["bos_token"], told["bos_token_id"])],
@@ -60,20 +65,19 @@ def save_tokenizer(gguf: GgufFile, architecture: str, folder: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **names
     )
-    tokenizer.chat_template = gguf.metadata.get("tokenizer.chat_template")
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 
 
-def _token(gguf: GgufFile, told: dict[str, Any], key: str) -> str | None:
-    index = told.get(key)
+def _token(gguf: GgufFile, tokens: list[str], key: str) -> str | None:
+    index = gguf.get(key, int)
     if index is None:
         return None
-    if not 0 <= index < len(told["tokens"]):
+    if not 0 <= index < len(tokens):
         raise ModelFileError(
-            f"{gguf.path} is damaged: {_PREFIX}{key} is {index}, "
-            f"the vocabulary has {len(told['tokens'])} tokens"
+            f"{gguf.path} is damaged: {key} is {index}, the vocabulary has {len(tokens)} tokens"
         )
-    return str(told["tokens"][index])
+    return tokens[index]
 
 
 def _smollm_split() -> Any:
