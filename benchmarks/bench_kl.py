@@ -49,8 +49,8 @@ def main() -> None:
             "n_passages": len(tokens),
             "mean_kl_nats": round(float(per_passage.mean()), 6),
             "interval_95": interval(per_passage),
-            "kv_bytes": used.bytes,
-            "kv_bytes_bf16": used.bytes_bf16,
+            "kv_bytes": used.kv_bytes,
+            "kv_bytes_bf16": used.kv_bytes_bf16,
             **about,
         }
         print(f"{row['scheme']:12} {row['mean_kl_nats']:.6f} {row['interval_95']}", flush=True)

@@ -20,4 +20,4 @@ for scheme in ("off", "turbo:k8v3"):
         cache = make_prompt_cache(model)
         answer = stream_generate(model, tokenizer, prompt, max_tokens=40, prompt_cache=cache)
         print(f"{scheme}: {''.join(piece.text for piece in answer)}")
-        print(f"  {kvstow.usage(cache).bytes:,} bytes of cache\n")
+        print(f"  {kvstow.usage(cache).kv_bytes:,} bytes of cache\n")

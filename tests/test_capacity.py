@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from kvstow import Scheme, UnsupportedModel
 from kvstow.capacity import (
     PREFILL_TOKENS,
-    STEP_TOKENS,
     LayerShape,
     ModelShape,
     bytes_per_token,
@@ -15,6 +14,7 @@ from kvstow.capacity import (
     cost,
     max_tokens,
 )
+from kvstow.store import STEP_TOKENS
 
 OFF, AFFINE, TURBO = (Scheme.parse(text) for text in ("off", "affine:8", "turbo:k8v3"))
 FULL = LayerShape("full", 2, 64, 64)

@@ -61,8 +61,8 @@ class Summary:
             **run,
             "kv_tokens": self.kv.tokens,
             "kv_capacity_tokens": self.kv.capacity_tokens,
-            "kv_bytes": self.kv.bytes,
-            "kv_bytes_bf16": self.kv.bytes_bf16,
+            "kv_bytes": self.kv.kv_bytes,
+            "kv_bytes_bf16": self.kv.kv_bytes_bf16,
             "kv_nonfinite_groups": self.kv.nonfinite_groups,
         }
 

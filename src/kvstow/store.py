@@ -5,8 +5,8 @@ One `PackedStore` is one layer's keys and values in the layout of
 `offset` tokens are data and the rest is zeros or overwritten history. It moves
 bytes and never decodes or encodes, so a slice, a trim or a growth is exact.
 
-It works on arrays of numpy, MLX or PyTorch alike: the caller hands in the
-array namespace, and nothing here imports one.
+It works on numpy and MLX arrays alike: the caller hands in the array namespace,
+and nothing here imports one.
 """
 
 import copy
@@ -80,7 +80,7 @@ class PackedStore:
 
     def trim(self, n_tokens: int) -> int:
         """Forget up to `n_tokens` tokens from the end; returns how many."""
-        n_tokens = min(self.offset, n_tokens)
+        n_tokens = max(0, min(self.offset, n_tokens))
         self.offset -= n_tokens
         return n_tokens
 

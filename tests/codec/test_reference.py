@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvstow.codec import backend_of, reference
+from kvstow.codec import reference
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
 
@@ -182,8 +182,3 @@ def test_values_without_signs_are_refused(head_dim):
     ):
         with pytest.raises(UnsupportedModel, match=f"got {head_dim}"):
             call()
-
-
-def test_arrays_of_no_framework_are_refused_with_the_list_of_those_known():
-    with pytest.raises(TypeError, match="numpy, mlx"):
-        backend_of([1.0])

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from kvstow import Scheme, UnsupportedModel, attached
-from kvstow.capacity import PREFILL_TOKENS, STEP_TOKENS, LayerShape, cost
+from kvstow.capacity import PREFILL_TOKENS, LayerShape, cost
 from kvstow.capacity.budget import DECODE_BYTES
 from kvstow.models import skeleton
 from kvstow.scheme import KEY_BITS, VALUE_BITS, Off
+from kvstow.store import STEP_TOKENS
 
 mx = pytest.importorskip("mlx.core")
 caches = pytest.importorskip("mlx_lm.models.cache")

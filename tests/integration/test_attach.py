@@ -289,12 +289,12 @@ def test_the_bytes_allocated_shrink_by_what_the_scheme_says(scheme, ratio):
     packed = host.make_prompt_cache(model)
     run(model, packed)
     before, after = kvstow.usage(plain), kvstow.usage(packed)
-    assert before.bytes == 2 * 2 * 2 * 64 * 256 * 4  # layers, K and V, heads, head_dim, float32
-    assert before.ratio == 0.5  # float32 against bf16
-    assert after.bytes == sum(c.nbytes for c in packed)
-    assert after.ratio == pytest.approx(ratio)
-    assert before.bytes / after.bytes == pytest.approx(2 * ratio)
-    assert after.bytes_bf16 == before.bytes_bf16
+    assert before.kv_bytes == 2 * 2 * 2 * 64 * 256 * 4  # layers, K and V, heads, head_dim, float32
+    assert before.compression_ratio == 0.5  # float32 against bf16
+    assert after.kv_bytes == sum(c.nbytes for c in packed)
+    assert after.compression_ratio == pytest.approx(ratio)
+    assert before.kv_bytes / after.kv_bytes == pytest.approx(2 * ratio)
+    assert after.kv_bytes_bf16 == before.kv_bytes_bf16
     assert (after.tokens, after.capacity_tokens) == (61, 256)
 
 
@@ -315,7 +315,7 @@ def test_memory_really_allocated_shrinks():
     packed_bytes, cache = held()
     # float32 against 6.25 bits: 5.12, less what rounds allocations up.
     assert plain_bytes / packed_bytes > 5
-    assert packed_bytes >= kvstow.usage(cache).bytes
+    assert packed_bytes >= kvstow.usage(cache).kv_bytes
 
 
 @pytest.mark.parametrize("fetch", ["eager", "deferred"])
@@ -649,7 +649,7 @@ def test_generation_makes_its_own_cache_under_the_scheme():
     (cache,) = seen
     assert {type(c) for c in cache} == {DeferredKVCache}
     assert kvstow.usage(cache).tokens >= 24
-    assert kvstow.usage(cache).ratio == pytest.approx(2.56)
+    assert kvstow.usage(cache).compression_ratio == pytest.approx(2.56)
 
 
 def test_kv_bits_of_mlx_lm_leaves_packed_caches_alone():

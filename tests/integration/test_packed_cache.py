@@ -474,8 +474,12 @@ def test_nbytes_is_the_schemes_bytes_per_token_times_the_capacity(
     assert cache.capacity == capacity
     assert cache.nbytes == cache.scheme.bytes_per_token(D) * capacity * H * 3
     usage = integration.usage([cache])
-    assert (usage.bytes, usage.tokens, usage.capacity_tokens) == (cache.nbytes, n_tokens, capacity)
-    assert usage.bytes_bf16 == 2 * 2 * D * capacity * H * 3
+    assert (usage.kv_bytes, usage.tokens, usage.capacity_tokens) == (
+        cache.nbytes,
+        n_tokens,
+        capacity,
+    )
+    assert usage.kv_bytes_bf16 == 2 * 2 * D * capacity * H * 3
 
 
 def test_an_empty_cache_holds_no_bytes(cls):

@@ -32,12 +32,12 @@ def recurrent():
 
 def figures(*cache):
     usage = kvstow.usage(list(cache))
-    return usage.bytes, usage.bytes_bf16, usage.tokens, usage.capacity_tokens
+    return usage.kv_bytes, usage.kv_bytes_bf16, usage.tokens, usage.capacity_tokens
 
 
 def test_no_cache_at_all_is_empty():
     assert figures() == (0, 0, 0, 0)
-    assert kvstow.usage([]).ratio == 1.0
+    assert kvstow.usage([]).compression_ratio == 1.0
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_no_cache_at_all_is_empty():
 )
 def test_a_cache_before_its_first_token_is_empty(make):
     assert figures(make(), make()) == (0, 0, 0, 0)
-    assert kvstow.usage([make()]).ratio == 1.0
+    assert kvstow.usage([make()]).compression_ratio == 1.0
 
 
 def test_a_plain_cache_takes_its_own_dtype():
@@ -111,7 +111,7 @@ def test_layers_of_different_kinds_add_up():
     total = figures(*kinds)
     assert total[:2] == (sum(x[0] for x in each), sum(x[1] for x in each))
     assert total[2:] == (300, 512)
-    assert kvstow.usage(kinds).ratio == total[1] / total[0]
+    assert kvstow.usage(kinds).compression_ratio == total[1] / total[0]
 
 
 def test_capacity_stays_after_a_trim():
@@ -126,8 +126,8 @@ def test_the_comparison_holds_after_every_token_was_trimmed(make):
     cache = feed(make(), 300)
     cache.trim(300)
     usage = kvstow.usage([cache])
-    assert (usage.tokens, usage.bytes) == (0, cache.nbytes)
-    assert usage.bytes_bf16 == BF16 * usage.capacity_tokens
+    assert (usage.tokens, usage.kv_bytes) == (0, cache.nbytes)
+    assert usage.kv_bytes_bf16 == BF16 * usage.capacity_tokens
 
 
 def test_a_row_refilled_after_a_trim_to_nothing_counts_what_is_allocated():
@@ -135,8 +135,8 @@ def test_a_row_refilled_after_a_trim_to_nothing_counts_what_is_allocated():
     cache.trim(60)
     feed(cache, 5)
     usage = kvstow.usage([cache])
-    assert (usage.tokens, usage.bytes) == (5, cache.nbytes)
-    assert usage.bytes_bf16 == BF16 * usage.capacity_tokens
+    assert (usage.tokens, usage.kv_bytes) == (5, cache.nbytes)
+    assert usage.kv_bytes_bf16 == BF16 * usage.capacity_tokens
 
 
 def test_a_list_of_caches_counts_as_its_members():

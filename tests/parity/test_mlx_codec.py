@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvstow.codec import backend_of, reference
+from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
@@ -254,7 +254,3 @@ def test_refusals_are_those_of_the_definition():
         mlx.encode_values(zeros, bits=3)
     with pytest.raises(UnsupportedModel, match="multiple of 32"):
         mlx.encode_keys(mx.zeros((1, 80)), bits=8)
-
-
-def test_an_array_finds_the_codec_of_its_framework():
-    assert backend_of(mx.zeros(3)) is mlx

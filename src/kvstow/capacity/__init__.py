@@ -7,7 +7,6 @@ adapters read the shape of a model, such as `kvstow.integrations.mlx_lm.read_sha
 
 from kvstow.capacity.budget import (
     PREFILL_TOKENS,
-    STEP_TOKENS,
     Cost,
     Fit,
     bytes_per_token,
@@ -21,7 +20,6 @@ __all__ = [
     "DTYPE_BYTES",
     "KINDS",
     "PREFILL_TOKENS",
-    "STEP_TOKENS",
     "Cost",
     "Fit",
     "LayerShape",

@@ -40,8 +40,8 @@ from typing import Literal
 from kvstow.capacity.shapes import LayerShape, ModelShape
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Affine, Off, Scheme, Turbo
+from kvstow.store import STEP_TOKENS
 
-STEP_TOKENS = 256
 PREFILL_TOKENS = 2048  # mlx-lm's default prefill_step_size
 FLOAT32_BYTES = 4
 ENCODE_BYTES = 96  # encoding is not waited for: more than one layer's is under way

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +19,7 @@ from kvstow.errors import UnsupportedModel
 from kvstow.evaluate.environment import environment
 from kvstow.integrations.report import Fetch, fetch_of
 from kvstow.models import load, read_config, skeleton
+from kvstow.require import require
 from kvstow.scheme import Off, Scheme
 
 DEFAULT_SCHEMES = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3", "turbo:k4v3")
@@ -71,7 +71,7 @@ def bench(
     that cannot run here has a row that says why.
     """
     config = read_config(model)
-    measure: Any = import_module("kvstow.evaluate.bench")
+    measure = require("kvstow.evaluate.bench")
     check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)
     check_schemes(skeleton(config.config, dtype), schemes, fetch)
     blas = use_fast_blas()

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 import click
@@ -14,6 +13,7 @@ from kvstow.cli.params import as_json, kv_quants, model, size
 from kvstow.cli.refuse import refuse
 from kvstow.errors import UnsupportedModel
 from kvstow.models import read_config, skeleton
+from kvstow.require import require
 from kvstow.scheme import Off, Scheme
 
 SCHEMES = (
@@ -62,7 +62,7 @@ def fit(
     """
     config = read_config(model)
     bare = skeleton(config.config, dtype)  # first: it says what to install if mlx-lm is missing
-    adapter: Any = import_module("kvstow.integrations.mlx_lm")
+    adapter = require("kvstow.integrations.mlx_lm")
     shape: ModelShape = adapter.read_shape(bare, config.context_length)
     weight_bytes = config.weight_bytes
     if config.n_weights is not None:  # a GGUF file is converted when it is loaded

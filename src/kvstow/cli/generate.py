@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from kvstow.cli.refuse import refuse
 from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch
 from kvstow.models import load, read_config, skeleton
+from kvstow.require import require
 from kvstow.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def generate(
     say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)
-    runs: Any = import_module("kvstow.session")
+    runs = require("kvstow.session")
     with attached(loaded, kv_quant, fetch=fetch) as report:
         session: Session = runs.Session(
             loaded, tokenizer, report, context_tokens=config.context_length
@@ -162,8 +162,9 @@ def describe(summary: "Summary") -> str:
         f"prompt      {summary.prompt_tokens} tokens, {summary.prompt_tokens_per_s:.1f} tokens/s",
         f"generation  {summary.generation_tokens} tokens, "
         f"{summary.generation_tokens_per_s:.1f} tokens/s ({summary.finish_reason})",
-        f"KV cache    {kv.bytes:,} bytes for {kv.tokens} tokens (room for {kv.capacity_tokens}); "
-        f"bf16 would take {kv.bytes_bf16:,}: {kv.ratio:.2f}x",
+        f"KV cache    {kv.kv_bytes:,} bytes for {kv.tokens} tokens "
+        f"(room for {kv.capacity_tokens}); bf16 would take {kv.kv_bytes_bf16:,}: "
+        f"{kv.compression_ratio:.2f}x",
         f"memory      {summary.peak_memory_bytes:,} bytes at the peak, weights included",
     ]
     if kv.nonfinite_groups:

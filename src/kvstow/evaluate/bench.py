@@ -208,8 +208,8 @@ def _measured(arm: _Arm, row: Row, off_ms: float | None) -> Row:
         decode_vs_off=round(off_ms / ms, 3) if off_ms else None,
         attention_share=round(_median(arm.attention_ms) / ms, 3),
         encode_share=round(_median(arm.encode_ms) / ms, 3),
-        kv_bytes=kv.bytes,
-        kv_bytes_bf16=kv.bytes_bf16,
+        kv_bytes=kv.kv_bytes,
+        kv_bytes_bf16=kv.kv_bytes_bf16,
         peak_memory_bytes=arm.peak_memory_bytes,
     )
 

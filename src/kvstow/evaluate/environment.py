@@ -4,18 +4,19 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvstow.blas import BlasReport
+from kvstow.require import require
 
 CHECKOUT = Path(__file__).parents[3]
 
 
 def environment(command: str, blas: BlasReport) -> dict[str, Any]:
     """What a figure depends on beside the code: command, commit, machine, versions."""
-    device = import_module("mlx.core").device_info().get("device_name")
+    device = require("mlx.core").device_info().get("device_name")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,

@@ -1,16 +1,16 @@
 """Adapters to the frameworks that own the model.
 
-The public functions find the adapter by the type of the model, as
-`codec.backend_of` does for arrays, and import nothing that the caller has not.
+The public functions find the adapter by the type of the model, and import
+nothing that the caller has not.
 """
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.report import AttachReport, Fetch, KVUsage
+from kvstow.require import require
 from kvstow.scheme import Scheme
 
 __all__ = ["AttachReport", "KVUsage", "attach", "attached", "detach", "usage"]
@@ -82,7 +82,7 @@ def usage(cache: list[Any]) -> KVUsage:
     Args:
         cache: As ``mlx_lm.models.cache.make_prompt_cache(model)`` returns it.
     """
-    measured: KVUsage = importlib.import_module(f"{__name__}.mlx_lm").usage(cache)
+    measured: KVUsage = require(f"{__name__}.mlx_lm").usage(cache)
     return measured
 
 
@@ -90,5 +90,5 @@ def _adapter(model: Any) -> Any:
     for base in type(model).__mro__:
         package = ".".join(base.__module__.split(".")[:2])
         if package in _HOSTS:
-            return importlib.import_module(f"{__name__}.{_HOSTS[package]}")
+            return require(f"{__name__}.{_HOSTS[package]}")
     raise UnsupportedModel(f"expected an mlx-lm model, got {type(model).__name__}")

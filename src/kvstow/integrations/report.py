@@ -80,23 +80,23 @@ class KVUsage:
     """Bytes and tokens of a prompt cache, as allocated now.
 
     Attributes:
-        bytes: Allocated by all layers' caches, unused capacity included.
-        bytes_bf16: What two-byte caches of the same capacity would take.
+        kv_bytes: Allocated by all layers' caches, unused capacity included.
+        kv_bytes_bf16: What two-byte caches of the same capacity would take.
         tokens: Tokens held.
         capacity_tokens: Tokens that fit before the largest cache grows.
         nonfinite_groups: Stored groups that the model filled with NaN or inf.
     """
 
-    bytes: int
-    bytes_bf16: int
+    kv_bytes: int
+    kv_bytes_bf16: int
     tokens: int
     capacity_tokens: int
     nonfinite_groups: int
 
     @property
-    def ratio(self) -> float:
+    def compression_ratio(self) -> float:
         """How many times smaller than bf16 the cache is; 1.0 for an empty one."""
-        return self.bytes_bf16 / self.bytes if self.bytes else 1.0
+        return self.kv_bytes_bf16 / self.kv_bytes if self.kv_bytes else 1.0
 
 
 def _ranges(indices: list[int]) -> str:

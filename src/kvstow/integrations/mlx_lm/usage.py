@@ -16,8 +16,8 @@ def usage(cache: list[Any]) -> KVUsage:
     cache = [member for c in cache for member in getattr(c, "caches", (c,))]  # of a CacheList
     return KVUsage(
         # mlx-lm's quantised cache cannot count itself before its first append.
-        bytes=sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in cache),
-        bytes_bf16=sum(map(_bytes_bf16, cache)),
+        kv_bytes=sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in cache),
+        kv_bytes_bf16=sum(map(_bytes_bf16, cache)),
         tokens=max(map(_tokens, cache), default=0),
         capacity_tokens=max(map(_capacity, cache), default=0),
         nonfinite_groups=sum(map(_nonfinite_groups, cache)),
