@@ -63,7 +63,7 @@ def kv_bytes(scheme, n_layers, n_kv_heads, capacity, dtype_bytes=4):
 def test_the_text_goes_to_stdout_and_the_rest_to_stderr(cli, tiny):
     result = cli("generate", "--model", tiny.llama, "--prompt", "hi", "--max-tokens", 3)
     assert result.exit_code == 0
-    for line in ("BLAS: ", "scheme      turbo:k8v3: 2 of 2 layers", "KV cache ", "memory "):
+    for line in ("scheme      turbo:k8v3: 2 of 2 layers", "KV cache ", "memory "):
         assert line in result.stderr
         assert line not in result.stdout
 
@@ -336,7 +336,9 @@ def test_a_first_run_says_nothing_but_its_own(tiny, tmp_path):
     tiny.cache = tmp_path / "fresh"  # the conversion imports what mlx-lm alone does not
     done = run_program("generate", "--model", str(tiny.llama), "-p", "hi", "-m", "1", tiny=tiny)
     lines = [line.split(" ")[0] for line in done.stderr.decode().splitlines() if line]
-    assert lines == ["BLAS:", "scheme", "prompt", "generation", "KV", "memory"]
+    if lines[0] == "BLAS:":  # on a Linux CPU
+        del lines[0]
+    assert lines == ["scheme", "prompt", "generation", "KV", "memory"]
 
 
 # The demo model
