@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from kvstow import UnsupportedModel
-from kvstow.models import skeleton
+from kvstow import ModelFileError, UnsupportedModel
+from kvstow.cli.refuse import refuse
 from kvstow.scheme import Scheme
 
 pytestmark = pytest.mark.mlx
@@ -164,13 +164,19 @@ def test_a_model_that_no_scheme_can_store_is_refused_before_its_weights_load(
 
 
 def test_a_model_that_some_schemes_can_store_is_measured_under_those():
-    model = skeleton(CONFIG)
     affine, turbo = Scheme.parse("affine:8"), Scheme.parse("turbo:k8v3")
-    command.check_schemes(model, [affine, turbo], "auto")
+    refuse(CONFIG, [affine, turbo], "auto", None)
     with pytest.raises(UnsupportedModel, match="attention sinks"):
-        command.check_schemes(model, [Scheme.parse("off"), affine], "auto")
+        refuse(CONFIG, [Scheme.parse("off"), affine], "auto", None)
     with pytest.raises(UnsupportedModel, match="cannot take packed windows"):
-        command.check_schemes(model, [turbo], "deferred")
+        refuse(CONFIG, [turbo], "deferred", None)
+
+
+def test_a_config_that_says_too_little_is_refused_where_something_is_quantised():
+    config = {"model_type": "llama"}
+    refuse(config, [Scheme.parse("off")], "auto", None)
+    with pytest.raises(ModelFileError, match="lacks 'hidden_size'"):
+        refuse(config, [Scheme.parse("turbo")], "auto", None)
 
 
 @pytest.mark.usefixtures("no_load")

@@ -165,6 +165,13 @@ def test_a_sampling_option_that_greedy_decoding_would_ignore_is_a_usage_error(re
 
 
 @pytest.mark.usefixtures("no_load")
+@pytest.mark.parametrize("scheme", ["off", "affine:8"])
+def test_a_fetch_path_without_a_turbo_scheme_is_a_usage_error(refused, scheme):
+    args = ["generate", "-p", "hi", "--kv-quant", scheme, "--fetch", "eager"]
+    error = " ".join(refused(*args, code=2).split())
+    assert f"--fetch eager needs a turbo scheme, got --kv-quant {scheme}" in error
+
+
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt_is_a_usage_error(refused, prompt):
     assert "the prompt is empty (--prompt)" in refused("generate", "--prompt", prompt, code=2)
@@ -234,7 +241,6 @@ MAMBA = {
             "would apply to no layer of this model: sliding window of 32 tokens",
         ),
         ({"model_type": "gemma2"}, ["--fetch", "deferred"], "cannot take packed windows"),
-        ({}, ["--kv-quant", "affine:8", "--fetch", "eager"], "'eager' is an option of turbo"),
         ({"model_type": "rwkv99"}, [], "does not run the model type 'rwkv99'"),
         ({"model_file": "modeling.py"}, [], "needs code of its own ('modeling.py')"),
         ({"num_hidden_layers": None}, [], "makes no llama of this config"),

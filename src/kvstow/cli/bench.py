@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,12 +14,10 @@ from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.console import say, table_console
 from kvstow.cli.refuse import refuse
-from kvstow.errors import UnsupportedModel
 from kvstow.evaluate.environment import environment
-from kvstow.integrations.report import Fetch, fetch_of
-from kvstow.models import load, read_config, skeleton
+from kvstow.models import load, read_config
 from kvstow.require import require
-from kvstow.scheme import Off, Scheme
+from kvstow.scheme import Scheme
 
 DEFAULT_SCHEMES = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3", "turbo:k4v3")
 DEFAULT_CONTEXTS = (512, 2048)
@@ -73,7 +70,7 @@ def bench(
     config = read_config(model)
     measure = require("kvstow.evaluate.bench")
     check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)
-    check_schemes(skeleton(config.config, dtype), schemes, fetch)
+    refuse(config.config, schemes, fetch, dtype)
     blas = use_fast_blas()
     say(blas.notice)
     loaded, _ = load(model, dtype=dtype)
@@ -112,23 +109,6 @@ def check_context(limit: int | None, tokens: int, n_steps: int) -> None:
             f"--tokens {tokens} and {n_steps} decode steps do not fit "
             f"in the model's context of {limit} tokens"
         )
-
-
-def check_schemes(bare: Any, schemes: Sequence[Scheme], fetch: Fetch) -> None:
-    """Refuse a model that no scheme but off can store; one that some can is measured.
-
-    Raises:
-        UnsupportedModel: The first refusal, if there is nothing to compare.
-    """
-    refusals = []
-    quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
-    for scheme in quantising:
-        try:
-            refuse(bare, scheme, fetch_of(scheme, fetch))
-        except UnsupportedModel as error:
-            refusals.append(error)
-    if refusals and len(refusals) == len(quantising):
-        raise refusals[0]
 
 
 def table(rows: list[Any]) -> Table:

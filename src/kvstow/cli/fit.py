@@ -10,8 +10,8 @@ from rich.table import Table
 from kvstow.capacity import DTYPE_BYTES, KINDS, ModelShape, bytes_per_token, cost, max_tokens
 from kvstow.cli.console import table_console
 from kvstow.cli.params import as_json, kv_quants, model, size
-from kvstow.cli.refuse import refuse
 from kvstow.errors import UnsupportedModel
+from kvstow.integrations import attached
 from kvstow.models import read_config, skeleton
 from kvstow.require import require
 from kvstow.scheme import Off, Scheme
@@ -72,7 +72,9 @@ def fit(
     for scheme in schemes:
         row: dict[str, Any] = {"scheme": str(scheme)}
         try:
-            refuse(bare, scheme)
+            if not isinstance(scheme, Off):
+                with attached(bare, scheme):
+                    pass
             row |= _costs(shape, scheme, room_bytes, tokens)
         except UnsupportedModel as error:
             row["refused"] = str(error)

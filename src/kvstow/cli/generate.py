@@ -15,9 +15,9 @@ from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import refuse
 from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch
-from kvstow.models import load, read_config, skeleton
+from kvstow.models import load, read_config
 from kvstow.require import require
-from kvstow.scheme import Scheme
+from kvstow.scheme import Scheme, Turbo
 
 if TYPE_CHECKING:
     from kvstow.session import Run, Sampling, Session, Summary
@@ -94,8 +94,10 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
+    if fetch != "auto" and not isinstance(kv_quant, Turbo):
+        raise click.UsageError(f"--fetch {fetch} needs a turbo scheme, got --kv-quant {kv_quant}")
     config = read_config(model)
-    refuse(skeleton(config.config, dtype), kv_quant, fetch)
+    refuse(config.config, [kv_quant], fetch, dtype)
     say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)

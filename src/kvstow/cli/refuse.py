@@ -1,23 +1,42 @@
 """Refusals before any weights are downloaded, converted or loaded."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstow.errors import UnsupportedModel
 from kvstow.integrations import attached
-from kvstow.integrations.report import Fetch
+from kvstow.integrations.report import Fetch, fetch_of
+from kvstow.models import skeleton
 from kvstow.scheme import Off, Scheme
 
 
-def refuse(model: Any, scheme: Scheme, fetch: Fetch = "auto") -> None:
-    """Raise what `attach` would; any model may run without a scheme.
+def refuse(
+    config: Mapping[str, Any], schemes: Sequence[Scheme], fetch: Fetch, dtype: str | None
+) -> None:
+    """Refuse a model that none of `schemes` but ``off`` can store.
 
     Args:
-        model: A `kvstow.models.skeleton`.
-        scheme: What the loaded model would be attached to.
-        fetch: See `kvstow.attach`.
+        config: As in config.json; any may run where nothing is quantised.
+        schemes: What the loaded model will be attached to, in turn.
+        fetch: Of the turbo schemes.
+        dtype: See `skeleton`.
 
     Raises:
-        UnsupportedModel: As `attach`.
+        ModelFileError: As `skeleton`.
+        UnsupportedModel: The first refusal of `attach`, if no scheme escapes one.
     """
-    if not isinstance(scheme, Off) or fetch != "auto":
-        with attached(model, scheme, fetch=fetch):
-            pass
+    quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
+    if not quantising:
+        return
+    model = skeleton(config, dtype)
+    refusals = [error for s in quantising if (error := _refusal(model, s, fetch))]
+    if len(refusals) == len(quantising):
+        raise refusals[0]
+
+
+def _refusal(model: Any, scheme: Scheme, fetch: Fetch) -> UnsupportedModel | None:
+    try:
+        with attached(model, scheme, fetch=fetch_of(scheme, fetch)):
+            return None
+    except UnsupportedModel as error:
+        return error
