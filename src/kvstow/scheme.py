@@ -60,6 +60,8 @@ class Scheme:
             return text
         if text is None or text == "off":
             return Off()
+        if not isinstance(text, str):
+            raise SchemeError(f"a scheme is a string, got {text!r}; expected {GRAMMAR}")
         if match := _AFFINE.fullmatch(text):
             return Affine(int(match["bits"]), int(match["group"] or DEFAULT_AFFINE_GROUP_SIZE))
         if match := _TURBO.fullmatch(text):

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 from kvstow.capacity import PREFILL_TOKENS
 from kvstow.errors import PromptError
 from kvstow.integrations import AttachReport, KVUsage, usage
+from kvstow.integrations.mlx_lm.probe import text_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one run did. Rates are tokens per second; memory is mlx's own peak, weights included."""
+    """What one run did. Rates are tokens per second; memory is mlx's own peak, weights included.
+
+    The first token counts to the prompt, so the rate of a run of one token is 0.
+    """
 
     report: AttachReport
     kv: KVUsage
@@ -65,6 +69,12 @@ class Summary:
             "kv_bytes_bf16": self.kv.kv_bytes_bf16,
             "kv_nonfinite_groups": self.kv.nonfinite_groups,
         }
+
+
+def _rate(last: Any) -> float:
+    """Tokens per second after the first, whose time is the prompt's; mlx-lm counts it in."""
+    n: int = last.generation_tokens
+    return float(last.generation_tps * (n - 1) / n)
 
 
 class Run:
@@ -98,7 +108,7 @@ class Run:
             prompt_tokens=last.prompt_tokens,
             generation_tokens=last.generation_tokens,
             prompt_tokens_per_s=round(last.prompt_tps, 2),
-            generation_tokens_per_s=round(last.generation_tps, 2),
+            generation_tokens_per_s=round(_rate(last), 2),
             peak_memory_bytes=int(mx.get_peak_memory()),
             finish_reason=last.finish_reason,
         )
@@ -171,6 +181,7 @@ class Session:
         if self.context_tokens is not None:
             max_tokens = min(max_tokens, self.context_tokens - len(tokens))
         sampling = sampling or Sampling()
+        top_k = sampling.top_k if sampling.top_k < self._vocabulary else 0  # that is, all
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
         cache = make_prompt_cache(self.model)
@@ -180,12 +191,16 @@ class Session:
             self.tokenizer,
             tokens,
             max_tokens=max_tokens,
-            sampler=make_sampler(sampling.temp, sampling.top_p, sampling.min_p, 1, sampling.top_k),
+            sampler=make_sampler(sampling.temp, sampling.top_p, sampling.min_p, 1, top_k),
             prompt_cache=cache,
             prefill_step_size=PREFILL_TOKENS,
             prompt_progress_callback=on_prefill,
         )
         return Run(responses, self.report, cache)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(getattr(text_args(self.model), "vocab_size", None) or len(self.tokenizer.vocab))
 
     def _templated(self, prompt: str, system_prompt: str | None) -> list[int]:
         messages = [{"role": "user", "content": prompt}]

@@ -104,6 +104,17 @@ def test_rows_are_appended_to_the_output_one_json_object_each(bench, tmp_path):
     assert lines[0]["command"].startswith("kvstow ")
 
 
+def test_a_context_that_is_still_exact_is_measured(rows):
+    (row,) = rows(contexts=[20], schemes=["turbo:k8v3+start100"])
+    assert row["refused"] is None
+    assert row["kv_bytes"] > row["kv_bytes_bf16"]  # plain, in float32
+
+
+def test_a_fetch_path_without_a_turbo_scheme_is_a_usage_error(refused):
+    args = ["bench", "--kv-quant", "off", "--fetch", "deferred"]
+    assert "--fetch deferred needs a turbo scheme" in refused(*args, code=2)
+
+
 def test_without_off_there_is_nothing_to_compare_with(rows):
     (row,) = rows(contexts=[20], schemes=["turbo:k8v3"])
     assert row["decode_vs_off"] is None

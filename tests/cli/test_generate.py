@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +166,53 @@ def test_a_sampling_option_that_greedy_decoding_would_ignore_is_a_usage_error(re
 
 
 @pytest.mark.usefixtures("no_load")
+@pytest.mark.parametrize("flag", ["--temp", "--top-p", "--min-p"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_is_a_usage_error(refused, flag, value):
+    assert f"Invalid value for '{flag}'" in refused("generate", "-p", "hi", flag, value, code=2)
+
+
+def test_a_seed_beyond_64_bits_is_a_usage_error(refused):
+    assert "'--seed'" in refused("generate", "-p", "hi", "--seed", str(2**64), code=2)
+
+
+def test_a_prompt_that_is_no_text_is_a_usage_error(refused):
+    assert "not UTF-8" in refused("generate", "-p", "caf\udce9", code=2)
+
+
+def test_a_system_prompt_without_the_template_is_a_usage_error(refused):
+    args = ["generate", "-p", "hi", "--system-prompt", "x", "--no-chat-template"]
+    assert "--system-prompt needs the chat template" in refused(*args, code=2)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_prompt(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xef\xbb\xbfhi")
+    assert command.read_prompt(None, path) == "hi"
+
+
+def test_more_tokens_than_there_are_means_all_of_them(cli, tiny):
+    args = ["--model", tiny.llama, "-p", "hi", "-m", 2, "--temp", 1, "--seed", 1]
+    everything, more = (cli("generate", *args, "--top-k", k, "--json") for k in (0, 10**6))
+    assert json.loads(more.stdout)["text"] == json.loads(everything.stdout)["text"]
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(tiny):
+    with Path("/dev/full").open("wb") as full:
+        program = [sys.executable, "-m", "kvstow", "generate", "--model", str(tiny.llama)]
+        environment = os.environ | {"KVSTOW_CACHE": str(tiny.cache)}
+        done = subprocess.run(
+            [*program, "-p", "hi", "-m", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert b"No space left" in done.stderr
+
+
 @pytest.mark.parametrize("scheme", ["off", "affine:8"])
 def test_a_fetch_path_without_a_turbo_scheme_is_a_usage_error(refused, scheme):
     args = ["generate", "-p", "hi", "--kv-quant", scheme, "--fetch", "eager"]
@@ -285,16 +333,10 @@ def test_the_context_is_that_of_the_config_where_mlx_lm_drops_it(cli, tiny, monk
     assert sessions[0].context_tokens == 256
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "why"),
-    [
-        ("llama", ["--no-chat-template"], "it is turned off"),
-        ("untemplated", [], "this tokenizer has none"),
-    ],
-)
-def test_a_system_prompt_without_a_template_is_refused(refused, tiny, model, options, why):
-    args = ["--model", getattr(tiny, model), "--prompt", "hi", "--system-prompt", "be brief"]
-    assert f"needs the chat template, and {why}" in refused("generate", *args, *options, code=1)
+def test_a_system_prompt_for_a_tokenizer_without_a_template_is_refused(refused, tiny):
+    args = ["--model", tiny.untemplated, "--prompt", "hi", "--system-prompt", "be brief"]
+    error = refused("generate", *args, code=1)
+    assert "needs the chat template, and this tokenizer has none" in error
 
 
 # The program as a process

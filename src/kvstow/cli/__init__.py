@@ -5,6 +5,7 @@ codes: 0, 1 for kvstow's own errors, a missing extra among them, 2 for usage,
 130 for an interrupt.
 """
 
+import errno
 import os
 from typing import Any
 
@@ -56,6 +57,10 @@ class Main(click.Group):
         try:
             return super().invoke(ctx)
         except KvstowError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has gone: click ends quietly
+                raise
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
             click.echo(err=True)

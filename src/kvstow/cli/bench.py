@@ -13,7 +13,7 @@ from rich.table import Table
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.console import say, table_console
-from kvstow.cli.refuse import refuse
+from kvstow.cli.refuse import check_fetch, refuse
 from kvstow.evaluate.environment import environment
 from kvstow.models import load, read_config
 from kvstow.require import require
@@ -67,6 +67,7 @@ def bench(
     from the plain one, so they have no prompt rate and no peak of their own. A scheme
     that cannot run here has a row that says why.
     """
+    check_fetch(fetch, schemes)
     config = read_config(model)
     measure = require("kvstow.evaluate.bench")
     check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)

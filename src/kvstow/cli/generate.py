@@ -12,12 +12,12 @@ from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.console import say
 from kvstow.cli.progress import progress_bar
-from kvstow.cli.refuse import refuse
+from kvstow.cli.refuse import check_fetch, refuse
 from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch
 from kvstow.models import load, read_config
 from kvstow.require import require
-from kvstow.scheme import Scheme, Turbo
+from kvstow.scheme import Scheme
 
 if TYPE_CHECKING:
     from kvstow.session import Run, Sampling, Session, Summary
@@ -53,24 +53,22 @@ LONG_PROMPT_TOKENS = 512
 )
 @click.option(
     "--temp",
-    type=click.FloatRange(min=0),
+    type=params.Finite(min=0),
     default=0.0,
     show_default=True,
     help="Sampling temperature; 0 takes the most likely token.",
 )
-@click.option(
-    "--top-p", type=click.FloatRange(0, 1), default=0.0, help="Nucleus sampling; 0 is off."
-)
+@click.option("--top-p", type=params.Finite(0, 1), default=0.0, help="Nucleus sampling; 0 is off.")
 @click.option(
     "--top-k", type=click.IntRange(min=0), default=0, help="Draw from the k most likely; 0 is off."
 )
 @click.option(
     "--min-p",
-    type=click.FloatRange(0, 1),
+    type=params.Finite(0, 1),
     default=0.0,
     help="Least probability relative to the most likely token's.",
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Of the random generator.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Of the random generator.")
 @params.dtype
 @params.as_json
 def generate(
@@ -94,8 +92,9 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
-    if fetch != "auto" and not isinstance(kv_quant, Turbo):
-        raise click.UsageError(f"--fetch {fetch} needs a turbo scheme, got --kv-quant {kv_quant}")
+    check_fetch(fetch, [kv_quant])
+    if system_prompt is not None and not chat_template:
+        raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
     config = read_config(model)
     refuse(config.config, [kv_quant], fetch, dtype)
     say(use_fast_blas().notice)
@@ -128,12 +127,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise click.UsageError(f"give exactly one of --prompt and --prompt-file, got {got}")
     try:
         if prompt_file is not None:
-            text, source = prompt_file.read_text(encoding="utf-8"), str(prompt_file)
+            text, source = prompt_file.read_text(encoding="utf-8-sig"), str(prompt_file)
         elif prompt == "-":
-            text, source = sys.stdin.buffer.read().decode("utf-8"), "standard input"
+            stdin = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
+            text, source = stdin.decode("utf-8-sig"), "standard input"
         else:
             text, source = prompt or "", "--prompt"
-    except UnicodeDecodeError as error:
+            text.encode("utf-8")  # bytes of the command line that are no text fail here
+    except UnicodeError as error:
         raise click.UsageError(f"the prompt is not UTF-8 text: {error}") from error
     except OSError as error:
         raise click.UsageError(f"cannot read the prompt: {error}") from error
@@ -169,6 +170,8 @@ def describe(summary: "Summary") -> str:
         f"{kv.compression_ratio:.2f}x",
         f"memory      {summary.peak_memory_bytes:,} bytes at the peak, weights included",
     ]
+    if kv.compression_ratio < 1:
+        lines.append("            (what is not quantised has the model's own, wider dtype)")
     if kv.nonfinite_groups:
         lines.append(f"warning     {kv.nonfinite_groups} groups of NaN or inf from the model")
     return "\n".join(lines)

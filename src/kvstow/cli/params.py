@@ -1,5 +1,6 @@
 """Option types shared by all commands."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,17 @@ def size(value: str) -> int:
             "for example 24GB (10^9 bytes), 24GiB (2^30 bytes), 512MB or 16e9"
         )
     return n_bytes
+
+
+class Finite(click.FloatRange):
+    """A range without nan and the infinities, which pass every comparison."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Read a number as `click.FloatRange` does."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 kv_quant = click.option(

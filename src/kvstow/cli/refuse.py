@@ -3,11 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
+
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch, fetch_of
 from kvstow.models import skeleton
-from kvstow.scheme import Off, Scheme
+from kvstow.scheme import Off, Scheme, Turbo
+
+
+def check_fetch(fetch: Fetch, schemes: Sequence[Scheme]) -> None:
+    """Refuse a path that would apply to nothing.
+
+    Raises:
+        click.UsageError: If there is no turbo scheme to fetch under.
+    """
+    if fetch != "auto" and not any(isinstance(scheme, Turbo) for scheme in schemes):
+        got = ", ".join(map(str, schemes))
+        raise click.UsageError(f"--fetch {fetch} needs a turbo scheme, got --kv-quant {got}")
 
 
 def refuse(

@@ -229,7 +229,7 @@ def _alone_ms(caches: list[Any], part: Callable[[Any], Any]) -> float:
 
 
 def _attention(cache: Any, n_heads: int) -> Any:
-    if isinstance(cache, DeferredKVCache):
+    if isinstance(cache, DeferredKVCache) and cache.is_packed:
         keys = values = cache.window()
         head_dim = keys.head_dim
     else:
@@ -246,7 +246,7 @@ def _encode(cache: Any) -> Any:
         head_dim = cache.keys[0].shape[-1] * 32 // cache.bits
         x = mx.random.normal((*cache.keys[0].shape[:2], 1, head_dim))
         return [mx.quantize(x, group_size=cache.group_size, bits=cache.bits) for _ in "kv"]
-    if isinstance(cache, PackedKVCache):
+    if isinstance(cache, PackedKVCache) and cache.is_packed:
         window = cache.window()
         x = mx.random.normal((*window.keys.scales.shape[:2], 1, window.head_dim))
         return (
