@@ -125,16 +125,37 @@ def test_off_leaves_mlx_as_it_is():
     assert not owners or not any(file.endswith("openblas.so") for file, _ in owners.values())
 
 
-@on_linux_cpu
-@pytest.mark.parametrize("choice", ["auto", "mkl"])
-def test_a_library_that_is_not_installed_is_named_with_its_command(choice):
-    code = """
+NOT_INSTALLED = """
 def files(package): raise blas.importlib.metadata.PackageNotFoundError(package)
 blas.importlib.metadata.files = files
-print(json.dumps(blas.use_fast_blas().notice))
 """
-    command = {"auto": "pip install scipy-openblas32", "mkl": "pip install mkl"}[choice]
-    assert run(code, KVSTOW_BLAS=choice).endswith(f"{command})")
+WRONG_PRODUCTS = "blas._products_are_right = lambda mx: False\n"
+ERROR = """
+try: said = blas.use_fast_blas().notice
+except blas.KvstowError as error: said = str(error)
+print(json.dumps(said))
+"""
+
+
+@on_linux_cpu
+def test_auto_names_the_command_for_a_library_where_none_is_installed():
+    notice = run(NOT_INSTALLED + ERROR)
+    assert notice == "BLAS: mlx's own (slow; for a fast one: pip install scipy-openblas32)"
+
+
+@on_linux_cpu
+@pytest.mark.parametrize("choice", PACKAGES)
+def test_a_named_library_that_is_not_installed_is_an_error_with_its_command(choice):
+    said = run(NOT_INSTALLED + ERROR, KVSTOW_BLAS=choice)
+    assert said.startswith(f"KVSTOW_BLAS={choice} cannot be done: it is not installed")
+    assert f"pip install {PACKAGES[choice]}" in said
+
+
+@on_linux_cpu
+@pytest.mark.parametrize("choice", PACKAGES)
+def test_a_named_library_that_cannot_be_used_is_an_error(choice):
+    skip_unless_installed(choice)
+    assert "gave wrong products" in run(WRONG_PRODUCTS + ERROR, KVSTOW_BLAS=choice)
 
 
 @on_linux_cpu
@@ -203,9 +224,7 @@ NOT_UTF8 = elf_image(
 def test_an_image_that_is_not_as_expected_is_left_alone(monkeypatch, image, reason):
     buffer = ctypes.create_string_buffer(image)
     monkeypatch.setattr(blas, "_base_address", lambda _: ctypes.addressof(buffer))
-    report = blas._install(blas._LIBRARIES[0], Path("libc.so.6"), None)
-    assert not report.active
-    assert reason in report.notice
+    assert reason in blas._install(blas._LIBRARIES[0], Path("libc.so.6"), None)
     assert buffer.raw[:-1] == image
 
 
@@ -215,9 +234,13 @@ def test_there_is_nothing_to_say_on_macos_on_a_gpu_or_without_mlx(monkeypatch):
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(blas.sys, "platform", "darwin")
     assert blas._decide("auto").notice == ""
+    with pytest.raises(KvstowError, match="KVSTOW_BLAS=mkl cannot be done: only mlx on a CPU"):
+        blas._decide("mkl")
     monkeypatch.setattr(blas.sys, "platform", "linux")
     monkeypatch.setattr(blas.importlib, "import_module", lambda _: gpu)
     assert blas._decide("auto").notice == ""
+    with pytest.raises(KvstowError, match="KVSTOW_BLAS=openblas cannot be done: only mlx on a CPU"):
+        blas._decide("openblas")
     monkeypatch.setattr(blas.importlib, "import_module", lambda _: import_module("mlx.nothing"))
     assert blas._decide("auto").notice == ""
 

@@ -93,7 +93,7 @@ _LIBRARIES = (
         "MKL_NUM_THREADS",
     ),
 )
-_NOTHING_TO_DO = BlasReport("bundled", False, "")
+_NOTHING_TO_DO = ""  # the reason that needs no notice
 # What reading an ELF image that is not as expected can raise.
 _UNREADABLE = (OSError, AttributeError, LookupError, ValueError, struct.error)
 _report: BlasReport | None = None
@@ -103,12 +103,13 @@ def use_fast_blas() -> BlasReport:
     """Make mlx's CPU back-end use OpenBLAS or MKL, whichever is installed; imports mlx.
 
     ``KVSTOW_BLAS`` may be off, openblas, mkl, or auto, which is the default and means OpenBLAS
-    if it is installed, else MKL. The first call decides for the whole process. One processor is
-    left free, unless ``OMP_NUM_THREADS`` or the library's own variable is set
+    if it is installed, else MKL, else mlx's own. The first call decides for the whole process.
+    One processor is left free, unless ``OMP_NUM_THREADS`` or the library's own variable is set
     (``OPENBLAS_NUM_THREADS``, ``MKL_NUM_THREADS``).
 
     Raises:
-        KvstowError: If ``KVSTOW_BLAS`` is none of these.
+        KvstowError: If ``KVSTOW_BLAS`` is none of these, or names a library that is not
+            installed or cannot be used here.
     """
     global _report
     choice = os.environ.get("KVSTOW_BLAS") or "auto"
@@ -120,12 +121,25 @@ def use_fast_blas() -> BlasReport:
 
 
 def _decide(choice: str) -> BlasReport:
-    if choice == "off":
-        return _nothing("KVSTOW_BLAS=off")
+    found = "KVSTOW_BLAS=off" if choice == "off" else _find(choice)
+    if isinstance(found, BlasReport):
+        return found
+    for library in _LIBRARIES:
+        if library.name == choice:
+            reason = found or "only mlx on a CPU under Linux takes another BLAS"
+            raise KvstowError(
+                f"KVSTOW_BLAS={choice} cannot be done: {reason} "
+                f"(it needs pip install {library.package}; KVSTOW_BLAS=auto takes what there is)"
+            )
+    return BlasReport("bundled", False, f"BLAS: mlx's own ({found})" if found else "")
+
+
+def _find(choice: str) -> BlasReport | str:
+    """Put a library in place, or say why not."""
     if sys.platform != "linux":
         return _NOTHING_TO_DO
     if platform.machine() not in _SLOT_KINDS:
-        return _nothing(f"no other is known on {platform.machine()}")
+        return f"no other is known on {platform.machine()}"
     try:
         mx: Any = importlib.import_module("mlx.core")
     except ImportError:
@@ -136,27 +150,24 @@ def _decide(choice: str) -> BlasReport:
     for library in wanted:
         if (path := library.path()) is not None:
             return _install(library, path, mx)
-    return _nothing(f"slow; for a fast one: pip install {wanted[0].package}")
+    command = f"slow; for a fast one: pip install {wanted[0].package}"
+    return command if choice == "auto" else "it is not installed"
 
 
-def _nothing(reason: str) -> BlasReport:
-    return BlasReport("bundled", False, f"BLAS: mlx's own ({reason})")
-
-
-def _install(library: _Library, path: Path, mx: Any) -> BlasReport:
-    """Swap, check, and swap back if the check fails."""
+def _install(library: _Library, path: Path, mx: Any) -> BlasReport | str:
+    """Swap, check, and swap back if the check fails; returns the reason if nothing is swapped."""
     try:
         loaded = ctypes.CDLL(str(path))
         slots = blas_slots()
         if set(slots.values()) != set(FUNCTIONS):
-            return _nothing("this build of mlx calls a BLAS in another way")
+            return "this build of mlx calls a BLAS in another way"
         threads = _set_threads(loaded, library)
         before = _point({s: _address(loaded, library.symbol_prefix + n) for s, n in slots.items()})
     except _UNREADABLE as error:
-        return _nothing(f"{path} cannot be used: {error!r}")
+        return f"{path} cannot be used: {error!r}"
     if not _products_are_right(mx):
         _point(before)
-        return _nothing(f"{path} gave wrong products")
+        return f"{path} gave wrong products"
     notice = f"BLAS: {library.name}, threads: {threads} (KVSTOW_BLAS=off for mlx's own)"
     return BlasReport(library.name, True, notice, path, threads)
 

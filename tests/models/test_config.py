@@ -1,4 +1,5 @@
 import json
+import logging
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 from kvstow import ModelFileError, ModelNotFound
 from kvstow.models import context_length, read_config
 from kvstow.models.gguf_file import read_gguf
+from kvstow.models.skeleton import config_dtype
 
 
 def test_a_gguf_tells_its_bytes_and_its_number_of_weights(tiny_gguf):
@@ -26,6 +28,48 @@ def test_a_directory_tells_its_config_and_the_size_of_its_safetensors(tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"x")  # mlx-lm does not read it
     found = read_config(str(tmp_path))
     assert (found.config["head_dim"], found.weight_bytes, found.n_weights) == (64, 120, None)
+
+
+def directory(folder, config, **tensors):
+    """A model whose safetensors files have headers and nothing else: name=(dtype, shape)."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    for name, (dtype, shape) in tensors.items():
+        tensor = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
+        header = json.dumps({"__metadata__": {"dtype": "F16"}, "weight": tensor}).encode()
+        data = len(header).to_bytes(8, "little") + header
+        (folder / f"model-{name}.safetensors").write_bytes(data)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}]
+)
+def test_a_directory_has_the_dtype_of_most_of_its_floats(tmp_path, config):
+    tensors = {"a": ("BF16", [3]), "b": ("F32", [5, 2]), "c": ("I64", [99])}
+    found = read_config(directory(tmp_path, config, **tensors))
+    assert (config_dtype(found.config), found.n_weights) == ("float32", 13)
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_the_size_of_a_quantised_directory_does_not_follow_the_dtype(tmp_path, key):
+    tensors = {"a": ("U32", [50]), "b": ("F16", [4])}
+    found = read_config(directory(tmp_path, {key: {"bits": 4}}, **tensors))
+    assert (config_dtype(found.config), found.n_weights) == ("float16", None)
+
+
+@pytest.mark.parametrize("shape", ["x", None, ["x"], [[]]])
+def test_a_damaged_header_leaves_the_number_of_weights_unknown(tmp_path, shape):
+    found = read_config(directory(tmp_path, {}, a=("F32", [2]), b=("F32", shape)))
+    assert (found.n_weights, "torch_dtype" in found.config) == (None, False)
+    assert found.weight_bytes
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_config_without_layers_or_context_is_damaged(tmp_path, key, value):
+    for config in ({key: value}, {"text_config": {key: value}}):
+        with pytest.raises(ModelFileError, match=f"damaged: '{key}' must be positive, got {value}"):
+            read_config(directory(tmp_path, config, a=("F32", [2])))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": 3}', b"\xff\xfe"])
@@ -49,6 +93,7 @@ def hub(monkeypatch, tmp_path):
     ]
 
     def download(name, filename):
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
         if name != "owner/name":
             raise RuntimeError("404 Client Error\nand much more")
         return str(tmp_path / filename)
@@ -72,6 +117,14 @@ def test_a_hub_id_tells_its_config_and_the_size_of_its_weights():
 def test_a_size_that_the_hub_does_not_tell_is_unknown(hub):
     hub[0].size = None
     assert read_config("owner/name").weight_bytes is None
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_hubs_client_logs_no_retries(caplog):
+    level = logging.getLogger("huggingface_hub").level
+    read_config("owner/name")
+    assert not caplog.records
+    assert logging.getLogger("huggingface_hub").level == level
 
 
 @pytest.mark.usefixtures("hub")

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import signal
@@ -10,8 +11,10 @@ import pytest
 
 from kvstow import ModelFileError
 from kvstow.models import convert as module
+from kvstow.models import read_config
 from kvstow.models.cache_dir import cache_dir
 from kvstow.models.convert import ABANDONED_AFTER_S, convert, converted_dir
+from kvstow.models.skeleton import config_dtype
 
 pytest.importorskip("transformers")
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -32,6 +35,17 @@ def test_a_conversion_is_made_once_and_found_again(tiny_gguf, cache):
     assert entries(cache) == [first.name]
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_converted_model_says_its_dtype_and_its_number_of_weights(tiny_gguf, dtype):
+    path = tiny_gguf()
+    converted = convert(path, dtype)
+    assert json.loads((converted / "config.json").read_text())["torch_dtype"] == dtype
+    found = read_config(str(converted))
+    assert config_dtype(found.config) == dtype
+    assert found.n_weights == read_config(str(path)).n_weights
+
+
 def test_the_directory_is_keyed_by_contents_and_dtype(tiny_gguf, cache, monkeypatch):
     path, other = tiny_gguf(), tiny_gguf(seed=1)
     copy = shutil.copy(path, path.with_name("copy.gguf"))
@@ -39,7 +53,7 @@ def test_the_directory_is_keyed_by_contents_and_dtype(tiny_gguf, cache, monkeypa
     assert key[path] != key[other]
     assert converted_dir(path.with_name("copy.gguf"), "float32").name.endswith(key[path]), copy
     assert not converted_dir(path, "bfloat16").name.endswith(key[path])
-    monkeypatch.setattr(module, "CONVERTER_VERSION", 2)
+    monkeypatch.setattr(module, "CONVERTER_VERSION", module.CONVERTER_VERSION + 1)
     assert not converted_dir(path, "float32").name.endswith(key[path])
     assert not (cache / "models").exists()
 

@@ -21,7 +21,7 @@ from kvstow.models.gguf_file import GgufFile, read_gguf
 from kvstow.models.tokenizer import save_tokenizer
 from kvstow.models.weights import DTYPES, check_dtype, check_kinds, kept_tensors, write_weights
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 ABANDONED_AFTER_S = 24 * 3600
 
 
@@ -39,7 +39,7 @@ def convert(path: Path, dtype: str, progress: Progress | None = None) -> Path:
     """
     check_dtype(dtype)
     gguf = read_gguf(path)
-    config = make_config(gguf)
+    config = make_config(gguf) | {"torch_dtype": dtype}
     check_kinds(gguf)
     target = converted_dir(path, dtype, progress)
     if target.is_dir():

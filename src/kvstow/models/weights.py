@@ -1,11 +1,13 @@
-"""Write the tensors of a GGUF file as one safetensors file, a block of rows at a time.
+"""Write the tensors of a GGUF file as one safetensors file, and count those of a directory.
 
-A large model is never held in memory: a block is read, decoded to float32 by
-gguf, cast and written.
+A large model is never held in memory: a block of rows is read, decoded to float32 by gguf,
+cast and written.
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,30 @@ def check_dtype(dtype: str) -> None:
 def kept_tensors(gguf: GgufFile) -> list[Tensor]:
     """The tensors that hold weights."""
     return [tensor for name, tensor in gguf.tensors.items() if name != ROPE_FACTORS]
+
+
+def stored_elements(files: Iterable[Path]) -> Counter[str]:
+    """How many elements of each of `DTYPES` some safetensors files hold, by their headers.
+
+    Empty if a header is damaged: loading says what is wrong with it.
+    """
+    dtypes = {name: dtype for dtype, (name, _) in DTYPES.items()}
+    found: Counter[str] = Counter()
+    try:
+        for path in files:
+            for tensor in _read_header(path):
+                if (dtype := dtypes.get(tensor["dtype"])) is not None:
+                    found[dtype] += math.prod(tensor["shape"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return Counter()
+    return found
+
+
+def _read_header(path: Path) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(n_bytes, path.stat().st_size)))
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
 
 
 def check_kinds(gguf: GgufFile) -> None:
