@@ -219,9 +219,9 @@ def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt[mx.ar
 
 def _sum_in_order(x: Float32[mx.array, "*b g 32"]) -> Float32[mx.array, "*b g 1"]:
     """Left to right, as `mx.sum` need not be; CUDA's `mx.cumsum` adds in a tree."""
-    if not mx.cuda.is_available() or not on_gpu():
-        return mx.cumsum(x, axis=-1)[..., -1:]
     n_groups = x.size // GROUP_SIZE
+    if not n_groups or not mx.cuda.is_available() or not on_gpu():
+        return mx.cumsum(x, axis=-1)[..., -1:]
     sums: mx.array = _ordered_sum_kernel()(
         inputs=[x, mx.array([n_groups])],
         grid=(n_groups, 1, 1),
