@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstow import Scheme, UnsupportedModel
+from kvstow import Scheme, SchemeError, UnsupportedModel
 from kvstow.codec import reference as codec
 
 mx = pytest.importorskip("mlx.core")
@@ -455,7 +455,7 @@ def test_mlx_lm_can_write_every_kind_and_its_file_holds_the_whole_cache(
 def test_a_state_of_another_kind_of_scheme_is_refused(cls, draw, text):
     arrays, *rest = filled(cls, draw(3)).state
     rest[2] = text
-    with pytest.raises(UnsupportedModel, match=f"needs a turbo scheme, got {text}"):
+    with pytest.raises(SchemeError, match=f"needs a turbo scheme, got {text}"):
         cls.from_state((arrays, *rest))
 
 

@@ -65,7 +65,7 @@ def fit(
     adapter = require("kvstow.integrations.mlx_lm")
     shape: ModelShape = adapter.read_shape(bare, config.context_length)
     weight_bytes = config.weight_bytes
-    if config.n_weights is not None:  # a GGUF file is converted when it is loaded
+    if config.n_weights is not None:  # weights that are cast when they are loaded
         weight_bytes = config.n_weights * shape.dtype_bytes
     room_bytes = _room(weight_bytes, memory_bytes)
     rows = []

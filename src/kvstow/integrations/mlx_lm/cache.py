@@ -23,7 +23,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from kvstow.attention.mlx import PackedWindow, decode_window
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.errors import UnsupportedModel
+from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
 from kvstow.store import PackedStore
@@ -118,7 +118,7 @@ class PackedKVCache:
         arrays, is_packed, offset, scheme, dtype = state
         parsed = Scheme.parse(scheme)
         if not isinstance(parsed, Turbo):
-            raise UnsupportedModel(f"a packed cache needs a turbo scheme, got {scheme}")
+            raise SchemeError(f"a packed cache needs a turbo scheme, got {scheme}")
         PackedKVCache.__init__(self, parsed)
         self._dtype = getattr(mx, dtype)
         if is_packed:
