@@ -3,6 +3,7 @@
 Usage: python tools/make_cli_docs.py
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -34,12 +35,16 @@ that cannot be read; 130 after an interrupt.
 def page() -> str:
     """The text of docs/cli.md."""
     context = click.Context(main, info_name="kvstow", **main.context_settings)
-    parts = [HEAD, _section(context)]
-    for name in main.list_commands(context):
-        command = main.get_command(context, name)
-        if command is not None:
-            parts.append(_section(click.Context(command, context, info_name=name)))
-    return "\n".join(parts)
+    return "\n".join([HEAD, *_sections(context)])
+
+
+def _sections(context: click.Context) -> Iterator[str]:
+    yield _section(context)
+    if isinstance(context.command, click.Group):
+        for name in context.command.list_commands(context):
+            command = context.command.get_command(context, name)
+            if command is not None:
+                yield from _sections(click.Context(command, context, info_name=name))
 
 
 def _section(context: click.Context) -> str:

@@ -6,6 +6,8 @@
   + ModelNotFound        no weights where the user pointed             (FileNotFoundError)
   + ModelFileError       weights or a config that cannot be read       (ValueError)
   + PromptError          the prompt cannot be given to the model       (ValueError)
+  + TextError            a text to be scored is missing, short or no text (ValueError)
+  + EvaluationError      a measurement that would mean nothing         (ValueError)
   + MissingDependency    an extra of kvstow is not installed           (ImportError)
 """
 
@@ -32,6 +34,14 @@ class ModelFileError(KvstowError, ValueError):
 
 class PromptError(KvstowError, ValueError):
     """The prompt is empty, fills the model's context, or has a system turn and no template."""
+
+
+class TextError(KvstowError, ValueError):
+    """A text to be scored cannot be read, or is shorter than the window."""
+
+
+class EvaluationError(KvstowError, ValueError):
+    """A measurement would mean nothing, or rows of results do not belong together."""
 
 
 class MissingDependency(KvstowError, ImportError):

@@ -1,4 +1,3 @@
-import importlib
 import subprocess
 import sys
 
@@ -7,6 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvstow.cli import COMMANDS, Main, main
+from kvstow.cli.eval import COMMANDS as EVAL_COMMANDS
+from kvstow.cli.lazy import LazyGroup
 from kvstow.cli.params import kv_quant, size
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Scheme
@@ -20,7 +21,7 @@ def group(monkeypatch):
     def fail():
         raise group.error
 
-    group = Main("kvstow")
+    group = Main("kvstow", commands={})
     monkeypatch.setattr(group, "get_command", lambda *_: fail)
     return group
 
@@ -72,12 +73,14 @@ def test_an_unknown_command_is_a_usage_error():
 
 
 @pytest.mark.mlx
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_says_what_each_command_says(name):
+@pytest.mark.parametrize("commands", [COMMANDS, EVAL_COMMANDS], ids=["kvstow", "eval"])
+def test_the_list_of_commands_says_what_each_command_says(commands):
     pytest.importorskip("mlx_lm")
-    module, line = COMMANDS[name]
-    command = getattr(importlib.import_module(module), name)
-    assert command.get_short_help_str(limit=100) == line
+    group = LazyGroup("group", commands=commands)
+    shorts = {
+        name: group.get_command(None, name).get_short_help_str(limit=100) for name in commands
+    }
+    assert shorts == {name: line for name, (_, line) in commands.items()}
 
 
 def test_a_bad_scheme_is_a_usage_error_on_its_flag():

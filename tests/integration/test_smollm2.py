@@ -14,6 +14,7 @@ import kvstow
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 kl = pytest.importorskip("kvstow.evaluate.kl")
+texts = pytest.importorskip("kvstow.evaluate.texts")
 
 pytestmark = [pytest.mark.mlx, pytest.mark.model]
 
@@ -39,14 +40,15 @@ def model(smollm2):
 def divergences(smollm2):
     """Scheme to mean KL in nats; ``off`` is the reference run again."""
     model, tokenizer = smollm2
-    schemes = [kvstow.Scheme.parse(text) for text in ("off", *KL_BARS)]
+    passages = texts.passages(tokenizer, texts.bundled(["python"]), kl.Window().n_tokens, n=8)
     figures = {}
-    for report, used, per_passage in kl.compare(model, kl.passages(tokenizer, 8), schemes):
-        figures[str(report.scheme)] = float(per_passage.mean())
-        assert used.tokens == kl.PREFIX_TOKENS + kl.STEPS
-        if figures[str(report.scheme)]:  # what was measured went through the packed cache
-            assert (report.n_quantised, report.fetch, used.nonfinite_groups) == (30, "deferred", 0)
-            assert used.compression_ratio > 1.8
+    for scores in kl.compare(model, passages, ["off", *KL_BARS]):
+        row = scores.as_dict()
+        figures[row["arm"]] = row["mean_kl_nats"]
+        if row["arm"] != "off":  # what was measured went through the packed cache
+            assert (row["layers"], row["fetch"]) == ([30, 30], "deferred")
+            assert row["nonfinite_groups"] == 0
+            assert row["kv_bytes_bf16"] / row["kv_bytes"] > 1.8
     log.info("mean KL in nats: %s", {scheme: round(x, 6) for scheme, x in figures.items()})
     return figures
 
@@ -181,7 +183,7 @@ def test_greedy_text_under_k8v3_is_another_text(replies):
 
 
 def test_k8v3_takes_a_2_55th_of_bf16_at_1024_tokens(model, smollm2):
-    tokens = mx.array(kl.passages(smollm2[1], 1, 1024))
+    tokens = mx.array(texts.passages(smollm2[1], texts.bundled(["python"]), 1024, n=1).tokens)
     with kvstow.attached(model, "turbo:k8v3"):
         cache = host.make_prompt_cache(model)
         before = mx.get_active_memory()

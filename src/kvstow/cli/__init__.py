@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
+from kvstow.cli.lazy import LazyGroup
 from kvstow.errors import KvstowError
-from kvstow.require import require
 
-# name -> (module, one line of help); the module holds the command under the same name.
 COMMANDS = {
     "generate": ("kvstow.cli.generate", "Answer a prompt with the KV cache stored under a scheme."),
     "fit": ("kvstow.cli.fit", "Say what a context costs under each scheme, without weights."),
@@ -22,33 +21,13 @@ COMMANDS = {
         "kvstow.cli.bench",
         "Measure prompt and decode speed and peak memory under several schemes.",
     ),
+    "eval": ("kvstow.cli.eval", "Measure what each scheme costs in quality, on your own model."),
 }
 INTERRUPTED = 130
 
 
-class Main(click.Group):
-    """A group of lazy commands that prints kvstow's own errors as one line, and no others."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Name the commands, in the order a user meets them."""
-        return list(COMMANDS)
-
-    def get_command(
-        self,
-        ctx: click.Context,  # noqa: ARG002
-        cmd_name: str,
-    ) -> click.Command | None:
-        """Import one command."""
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = getattr(require(COMMANDS[cmd_name][0]), cmd_name)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
-        rows = [(name, COMMANDS[name][1]) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+class Main(LazyGroup):
+    """The group of all commands: it prints kvstow's own errors as one line, and no others."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and end with the exit codes of this module's docstring."""
@@ -67,7 +46,7 @@ class Main(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Main, commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvstow")
 def main() -> None:
     """Keep the KV cache of a language model in few bits."""

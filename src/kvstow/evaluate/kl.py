@@ -1,70 +1,209 @@
-"""KL of a model under a scheme against the same model unquantised.
+"""KL of a model under an arm against the same model unquantised.
 
-Teacher-forced: a prefix goes through the model at once in full precision, its
-cache is converted to the scheme, and the *true* tokens follow one at a time. So
-every step attends to stored keys and values, and no arm writes its own text.
+Teacher-forced: the true tokens follow one at a time, so every step attends to
+stored keys and values, and no arm writes its own text. The prefix before them is built
+in one of two ways. ``convert``: it goes through the model at once in full precision and
+its cache is converted, as the first append of a packed cache is (the seed's Gate 3).
+``append``: it goes in token by token, each attending to what is stored before it;
+harder, and what a long generated answer meets (pseudo-decode).
 """
 
-import copy
-from collections.abc import Iterator
-from pydoc_data.topics import topics
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstow.integrations import attached, usage
-from kvstow.integrations.mlx_lm import convert
-from kvstow.integrations.report import AttachReport, Fetch, KVUsage, fetch_of
-from kvstow.scheme import Scheme
+from kvstow.errors import EvaluationError
+from kvstow.evaluate.arms import Arm
+from kvstow.evaluate.harness import Running, feed, running, settle
+from kvstow.evaluate.statistics import digits, summarise
+from kvstow.evaluate.texts import Passages
+from kvstow.integrations import attached
 
 PREFIX_TOKENS, STEPS = 127, 32
+Build = Literal["convert", "append"]
+OnStep = Callable[[int, int], None]
 
 
-def passages(tokenizer: Any, n: int, n_tokens: int = PREFIX_TOKENS + STEPS) -> np.ndarray:
-    """The first `n_tokens` tokens of the `n` longest topics of Python's own pages."""
-    longest = sorted(topics, key=lambda name: (-len(topics[name]), name))[:n]
-    return np.array([tokenizer.encode(topics[name])[:n_tokens] for name in longest])
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What of each text is scored, and how its prefix gets into the cache."""
+
+    prefix_tokens: int = PREFIX_TOKENS
+    steps: int = STEPS
+    build: Build = "convert"
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that a text must have: the last step's prediction needs a true token."""
+        return self.prefix_tokens + self.steps + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a row of results."""
+        return asdict(self)
+
+    def appends(self) -> int:
+        """Calls of the model that one arm makes."""
+        return self.steps + (self.prefix_tokens if self.build == "append" else 1)
 
 
-def compare(
-    model: Any, tokens: np.ndarray, schemes: list[Scheme], *, fetch: Fetch = "auto"
-) -> Iterator[tuple[AttachReport, KVUsage, np.ndarray]]:
-    """Per scheme: what was attached, what its cache took, and the KL of each passage.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One arm against the reference; arrays are ``(steps, n)``.
+
+    Attributes:
+        about: What was measured: the arm, its layers, bits and bytes.
+        kl_nats: KL(reference || arm) of each step.
+        agrees: Whether the most likely token is the reference's.
+        true_nats: Change in the negative log-probability of the true token.
+        true_probability: Change in the probability of the true token.
+    """
+
+    about: dict[str, Any]
+    kl_nats: np.ndarray
+    agrees: np.ndarray
+    true_nats: np.ndarray
+    true_probability: np.ndarray
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a row of results."""
+        return {
+            **self.about,
+            **summarise(self.kl_nats),
+            "top1_agreement": digits(self.agrees.mean()),
+            "rms_change_of_p": digits(np.sqrt(np.mean(self.true_probability**2))),
+            "change_of_log_ppl": digits(self.true_nats.mean()),
+        }
+
+
+class Reference:
+    """The unquantised model on some passages, and every arm against it.
 
     Args:
         model: An mlx-lm model.
-        tokens: ``(n, PREFIX_TOKENS + STEPS)``, passages of one length.
-        schemes: The arms; ``off`` runs the reference again.
-        fetch: Of the turbo arms.
+        passages: At least `window.n_tokens` tokens each.
+        window: What is scored.
 
-    Yields:
-        The KL in nats, float64 ``(n,)``, is the mean over the steps of a passage.
+    Raises:
+        EvaluationError: If the passages are shorter than the window.
     """
-    prefix, following = tokens[:, :PREFIX_TOKENS], tokens[:, PREFIX_TOKENS:]
-    with attached(model, "off"):
-        plain = make_prompt_cache(model)
-        model(mx.array(prefix), cache=plain)
-        mx.eval([c.state for c in plain])
-        reference = _logits(model, copy.deepcopy(plain), following)
-    for scheme in schemes:
-        with attached(model, scheme, fetch=fetch_of(scheme, fetch)) as report:
-            cache = convert(model, copy.deepcopy(plain))
-            divergence = _divergence(reference, _logits(model, cache, following))
-            yield report, usage(cache), divergence.mean(axis=0)
+
+    def __init__(self, model: Any, passages: Passages, window: Window) -> None:
+        if passages.tokens.shape[1] < window.n_tokens:
+            raise EvaluationError(
+                f"the window needs {window.n_tokens} tokens, "
+                f"the passages have {passages.tokens.shape[1]}"
+            )
+        self.model = model
+        self.window = window
+        self.prefix = passages.tokens[:, : window.prefix_tokens]
+        following = passages.tokens[:, window.prefix_tokens : window.n_tokens]
+        self.fed, self.true = following[:, :-1], following[:, 1:]
+
+    def score(self, arm: Arm, *, on_step: OnStep = lambda *_: None) -> Scores:
+        """Run one arm.
+
+        Raises:
+            EvaluationError: If it quantised nothing, or the reference run again differs.
+            UnsupportedModel: If the model cannot be stored so.
+        """
+        reference = self._logits  # before the arm is attached
+        with running(self.model, arm) as run:
+            caches = self._prefilled(run, on_step)
+            logits = self._steps(caches, on_step)
+            steps = [
+                _compare(exact, other, true)
+                for exact, other, true in zip(reference, logits, self.true.T, strict=True)
+            ]
+            columns = map(np.stack, zip(*steps, strict=True))
+            scores = Scores(run.about(caches), *columns)
+        _check_control(arm, scores.kl_nats)
+        return scores
+
+    def perplexity(self) -> float:
+        """Of the reference on the scored tokens."""
+        nats = [_nats(logits, true) for logits, true in zip(self._logits, self.true.T, strict=True)]
+        return float(np.exp(np.mean(nats)))
+
+    @cached_property
+    def _plain(self) -> list[Any]:
+        with attached(self.model, "off"):
+            caches: list[Any] = make_prompt_cache(self.model)
+            self._append_prefix(caches, self.window.build, lambda *_: None)
+        return caches
+
+    @cached_property
+    def _logits(self) -> list[np.ndarray]:
+        """Float32 ``(n, vocab)`` per step."""
+        with running(self.model, Arm.parse("off")) as run:
+            return list(self._steps(run.take_over(self._plain), lambda *_: None))
+
+    def _prefilled(self, run: Running, on_step: OnStep) -> list[Any]:
+        if self.window.build == "convert" and run.converts:
+            return run.take_over(self._plain)
+        caches = run.new()
+        self._append_prefix(caches, self.window.build, on_step)
+        return caches
+
+    def _append_prefix(self, caches: list[Any], build: Build, on_step: OnStep) -> None:
+        size = 1 if build == "append" else self.window.prefix_tokens
+        for at in range(0, self.window.prefix_tokens, size):
+            feed(self.model, caches, self.prefix[:, at : at + size])
+            settle(caches)
+            on_step(at // size + 1, self.window.appends())
+
+    def _steps(self, caches: list[Any], on_step: OnStep) -> Iterator[np.ndarray]:
+        total = self.window.appends()
+        for i, column in enumerate(self.fed.T):
+            yield np.array(feed(self.model, caches, column[:, None])[:, -1])
+            on_step(total - self.window.steps + i + 1, total)
+        mx.clear_cache()
 
 
-def _logits(model: Any, cache: list[Any], tokens: np.ndarray) -> np.ndarray:
-    """Float32 ``(steps, n, vocab)`` of `tokens` ``(n, steps)``, fed one at a time."""
-    steps = (model(mx.array(column[:, None]), cache=cache) for column in tokens.T)
-    return np.stack([np.array(logits[:, -1].astype(mx.float32)) for logits in steps])
+def compare(
+    model: Any, passages: Passages, arms: Sequence[Arm | str], window: Window | None = None
+) -> Iterator[Scores]:
+    """Score each of `arms` against the unquantised model; see `Reference`."""
+    reference = Reference(model, passages, window or Window())
+    for arm in arms:
+        yield reference.score(Arm.parse(arm))
 
 
-def _divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL(reference || other) of each step and passage, ``(steps, n)``, in nats."""
-    pairs = ((_log_softmax(a), _log_softmax(b)) for a, b in zip(reference, other, strict=True))
-    return np.stack([(np.exp(p) * (p - q)).sum(axis=-1) for p, q in pairs])
+def _check_control(arm: Arm, kl_nats: np.ndarray) -> None:
+    differs = bool(np.any(kl_nats != 0))
+    if arm.is_reference and differs:
+        raise EvaluationError(
+            f"the reference run twice differs from itself by {kl_nats.max():.2e} nats, so no "
+            "smaller difference means anything: is something else attached to this model?"
+        )
+    if not arm.is_reference and not differs:
+        raise EvaluationError(f"{arm}: this arm quantised nothing: its output is the reference's")
+
+
+def _compare(
+    reference: np.ndarray, other: np.ndarray, true: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """One step of `Scores`: KL, agreement, and the changes in nats and probability, ``(n,)``."""
+    log_p, log_q = _log_softmax(reference), _log_softmax(other)
+    p = np.exp(log_p)
+    at = true[:, None]
+    log_p_true, log_q_true = (np.take_along_axis(x, at, -1)[:, 0] for x in (log_p, log_q))
+    return (
+        (p * (log_p - log_q)).sum(axis=-1),
+        log_p.argmax(axis=-1) == log_q.argmax(axis=-1),
+        log_p_true - log_q_true,
+        np.exp(log_q_true) - np.exp(log_p_true),
+    )
+
+
+def _nats(logits: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Negative log-probability of the true tokens, ``(n,)``."""
+    picked: np.ndarray = np.take_along_axis(_log_softmax(logits), true[:, None], -1)[:, 0]
+    return -picked
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,0 +1,24 @@
+"""``kvstow eval``: what each scheme costs in quality, on the user's own model.
+
+One file per verb. Verbs that measure load a model and append rows to a file; `plot` and
+`report` read such files and nothing else.
+"""
+
+import click
+
+from kvstow.cli.lazy import LazyGroup
+
+COMMANDS = {
+    "kl": ("kvstow.cli.eval.kl", "KL of the next token against the unquantised model."),
+}
+
+
+@click.group("eval", cls=LazyGroup, commands=COMMANDS)
+def eval_command() -> None:
+    """Measure what each scheme costs in quality, on your own model.
+
+    An arm is a scheme, or a part of one: turbo:k8v3, turbo:k8v3@eager, turbo:k4v3@keys
+    (only keys quantised), turbo:k8v3@layer5, affine:4g32, off@bfloat16 (the noise floor),
+    paper:mse4, paper:prod4. Results are appended to --output as they come, one JSON row
+    each, and an interrupted run goes on where it stopped.
+    """

@@ -1,0 +1,73 @@
+"""Option types of the verbs that measure."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstow.errors import EvaluationError, SchemeError
+from kvstow.evaluate.arms import Arm
+from kvstow.evaluate.texts import SOURCES
+
+
+def arm(value: str) -> Arm:
+    """Read ``turbo:k8v3@eager``; what is no arm is a usage error on the flag."""
+    try:
+        return Arm.parse(value)
+    except (SchemeError, EvaluationError) as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def arms(default: Sequence[str]) -> Callable[[Any], Any]:
+    """Make an ``--arm`` that may be repeated."""
+    return click.option(
+        "--arm",
+        "arms",
+        type=arm,
+        multiple=True,
+        default=default,
+        help=f"What to measure; may be repeated.  [default: {', '.join(default)}]",
+    )
+
+
+def texts(n: int) -> Callable[[Any], Any]:
+    """Make ``--texts``, how many of them."""
+    return click.option(
+        "--texts",
+        "n_texts",
+        type=click.IntRange(min=1),
+        default=n,
+        show_default=True,
+        help="How many texts, taken from the sources in turn.",
+    )
+
+
+text_files = click.option(
+    "--text",
+    "files",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="A UTF-8 file to score in the place of the bundled texts; may be repeated.",
+)
+sources = click.option(
+    "--source",
+    "sources",
+    type=click.Choice(SOURCES),
+    multiple=True,
+    default=SOURCES,
+    help=f"Of the bundled texts; may be repeated.  [default: {', '.join(SOURCES)}]",
+)
+output = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append one JSON row per result to this file; rows that it holds are not measured again.",
+)
+name = click.option("--name", help="What rows call the model.  [default: the last part of --model]")
+dtype = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and activations. Below float32, its own noise hides small differences.",
+)

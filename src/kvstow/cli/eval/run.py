@@ -1,0 +1,116 @@
+"""What all measuring verbs do: load a model, and measure the rows that are not there yet."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstow.blas import use_fast_blas
+from kvstow.cli.console import say
+from kvstow.cli.progress import Step, progress_bar
+from kvstow.cli.refuse import refuse
+from kvstow.evaluate.arms import Arm
+from kvstow.evaluate.environment import environment
+from kvstow.evaluate.rows import ResultFile, Row
+from kvstow.evaluate.texts import Text, bundled, read_files
+from kvstow.models import load, read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A loaded model, and where its rows go.
+
+    Attributes:
+        model: The mlx-lm model.
+        tokenizer: Its tokenizer.
+        about: What every row says of the model, the machine and the command.
+        results: The file of rows.
+    """
+
+    model: Any
+    tokenizer: Any
+    about: Row
+    results: ResultFile
+
+    def measure(
+        self,
+        questions: Sequence[tuple[Row, Callable[[Step], Row]]],
+        *,
+        show: Callable[[Row], None],
+    ) -> list[Row]:
+        """Answer each question that the file does not answer yet; returns all rows, in order.
+
+        Args:
+            questions: The identity of a row, and the function that measures the rest of it,
+                which is told how to move the bar of its own question.
+            show: Called with each row as soon as there is one.
+        """
+        rows = []
+        with progress_bar("measuring") as step:
+            for i, (identity, answer) in enumerate(questions):
+                asked = {**identity, **{k: self.about[k] for k in ("model", "dtype")}}
+                row = self.results.find(**asked)
+                if row is None:
+                    row = {**asked, **answer(_within(step, i, len(questions), asked)), **self.about}
+                    self.results.append(row)
+                rows.append(row)
+                show(row)
+        return rows
+
+
+@contextmanager
+def bench(
+    model: str, arms: Sequence[Arm], *, dtype: str, output: Path | None, name: str | None
+) -> Iterator[Bench]:
+    """Refuse what cannot be measured, then load the model.
+
+    Raises:
+        KvstowError: As `kvstow.load`, `refuse` and `ResultFile`.
+    """
+    results = ResultFile(output)
+    if results.interrupted:
+        say(f"{output}: its last row is not whole, it is measured again")
+    config = read_config(model)
+    refuse(config.config, [arm.scheme for arm in arms], "auto", dtype)
+    blas = use_fast_blas()
+    say(blas.notice)
+    command = " ".join(["kvstow", *sys.argv[1:]])
+    with progress_bar("loading") as step:
+        loaded, tokenizer = load(model, dtype=dtype, progress=step)
+    about = {
+        "model": name or Path(model).name,
+        "dtype": dtype,
+        **environment(command, blas),
+    }
+    try:
+        yield Bench(loaded, tokenizer, about, results)
+    except KeyboardInterrupt:
+        kept = f"; what was measured is in {output}" if output else ""
+        say(f"interrupted{kept}")
+        raise
+
+
+def chosen_texts(files: Sequence[Path], sources: Sequence[str]) -> list[Text]:
+    """The user's own texts, or the bundled ones."""
+    return read_files(files) if files else bundled(sources)
+
+
+def json_line(row: Row) -> None:
+    """One row on standard output."""
+    click.echo(json.dumps(row))
+
+
+def _within(step: Step, done: int, total: int, asked: Row) -> Step:
+    """Move the bar of all questions by parts of one."""
+    label = f"{asked['measure']} {asked.get('arm', '')}".strip()
+
+    def part(n: int, of: int) -> None:
+        step(done * 1000 + 1000 * n // max(of, 1), total * 1000, label)
+
+    part(0, 1)
+    return part
