@@ -113,6 +113,15 @@ def test_the_rotation_is_orthogonal(head_dim):
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_dim), atol=1e-6)
 
 
+def test_matrices_are_independent_of_data_of_the_same_seed():
+    data = np.random.default_rng(3).standard_normal((64, 64))
+    data /= np.linalg.norm(data, axis=-1, keepdims=True)
+    for matrix in (rotation(64, 3), projection(64, 3) / 8):
+        # A cosine of any two rows is within 5 / sqrt(64) of zero.
+        assert np.abs(matrix @ data.T).max() < 5 / 8
+        assert np.abs(matrix.T @ data.T).max() < 5 / 8
+
+
 def test_rotations_are_uniform():
     # A fixed sign of the diagonal of R alone leaves a mean that is not zero.
     traces = [np.trace(rotation(8, seed)) for seed in range(600)]

@@ -178,4 +178,5 @@ def _stored(norms: Float32[np.ndarray, "*b 1"]) -> Float32[np.ndarray, "*b 1"]:
 
 
 def _rng(seed: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng([seed, stream])
+    # A spawned stream: default_rng([seed, 0]) would be default_rng(seed), from which data come.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream,)))
