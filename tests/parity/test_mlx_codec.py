@@ -1,6 +1,7 @@
 """The MLX codec equals the numpy definition bit for bit, on vectors of every kind."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvstow.codec import reference
+from kvstow.codec import affine, reference, search
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
 
 mx = pytest.importorskip("mlx.core")
-from kvstow.codec import mlx  # noqa: E402
+from kvstow.codec import mlx, mlx_search  # noqa: E402
 
 pytestmark = pytest.mark.mlx
 
@@ -60,24 +61,24 @@ def assert_same_planes(got, want):
 
 
 @unhurried
-@given(kinds, seeds, shapes, st.sampled_from([32, 64, 96, 128]), st.booleans())
-def test_keys_equal_the_definition(kind, seed, lead, head_dim, guard):
+@given(kinds, seeds, shapes, st.sampled_from([32, 64, 96, 128]), st.booleans(), st.booleans())
+def test_keys_equal_the_definition(kind, seed, lead, head_dim, guard, refit):
     keys = make(kind, seed, (*lead, head_dim))
     for bits in KEY_BITS:
-        want = reference.encode_keys(keys, bits=bits, guard=guard)
-        got = mlx.encode_keys(mx.array(keys), bits=bits, guard=guard)
+        want = reference.encode_keys(keys, bits=bits, guard=guard, refit=refit)
+        got = mlx.encode_keys(mx.array(keys), bits=bits, guard=guard, refit=refit)
         assert_same_planes(got, want)
         assert_same(mlx.decode_keys(got, bits=bits), reference.decode_keys(want, bits=bits))
         assert mlx.count_nonfinite(got) == reference.count_nonfinite(want)
 
 
 @unhurried
-@given(kinds, seeds, shapes, st.sampled_from(HEAD_DIMS), st.booleans())
-def test_values_equal_the_definition(kind, seed, lead, head_dim, guard):
+@given(kinds, seeds, shapes, st.sampled_from(HEAD_DIMS), st.booleans(), st.booleans())
+def test_values_equal_the_definition(kind, seed, lead, head_dim, guard, search):
     values = make(kind, seed, (*lead, head_dim))
     for bits in VALUE_BITS:
-        want = reference.encode_values(values, bits=bits, guard=guard)
-        got = mlx.encode_values(mx.array(values), bits=bits, guard=guard)
+        want = reference.encode_values(values, bits=bits, guard=guard, search=search)
+        got = mlx.encode_values(mx.array(values), bits=bits, guard=guard, search=search)
         assert_same_planes(got, want)
         how = {"bits": bits, "head_dim": head_dim}
         assert_same(mlx.dequantize_values(got, **how), reference.dequantize_values(want, **how))
@@ -99,6 +100,33 @@ def test_a_prompt_of_many_tokens_equals_the_definition(head_dim, guard):
         assert_same_planes(mlx.encode_values(mx.array(x), bits=bits, guard=guard), want)
 
 
+@pytest.mark.parametrize("kind", ["normal", "magnitudes", "ties", "special", "bits"])
+def test_a_searched_or_refitted_prompt_of_many_tokens_equals_the_definition(kind):
+    # More groups than one chunk of `mlx_search` holds, and a last chunk that is not full.
+    x = make(kind, 5, (2, 2200, 64))
+    if kind == "ties":  # also where an element lies on a boundary of some multiple
+        edges = np.concatenate([search.boundaries(bits).ravel() for bits in VALUE_BITS])
+        units = np.random.default_rng(6).choice(edges, x.shape)
+        x = reference.unrotate(units.astype(np.float32))
+    for bits in KEY_BITS:
+        want = reference.encode_keys(x, bits=bits, guard=True, refit=True)
+        assert_same_planes(mlx.encode_keys(mx.array(x), bits=bits, guard=True, refit=True), want)
+    for bits in VALUE_BITS:
+        want = reference.encode_values(x, bits=bits, guard=True, search=True)
+        assert_same_planes(mlx.encode_values(mx.array(x), bits=bits, guard=True, search=True), want)
+
+
+@pytest.mark.parametrize("n_units", [200, 20_000])
+@pytest.mark.parametrize("bits", VALUE_BITS)
+def test_a_unit_near_any_boundary_of_the_search_is_placed_as_numpy_does(bits, n_units):
+    edges = np.unique(search.boundaries(bits))
+    near = np.concatenate([ulps_around(edge, 2) for edge in edges])
+    ends = np.array([-3e38, -np.inf, -0.0, 0.0, 3e38, np.inf], np.float32)
+    units = np.resize(np.concatenate([ends, near]), n_units)
+    got = mlx_search._places(mx.array(units), bits)
+    np.testing.assert_array_equal(np.array(got), np.searchsorted(edges, units, side="left"))
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_half_precision_is_widened_before_anything_else(rng, dtype):
     x = mx.array(rng.standard_normal((2, 7, 128)).astype(np.float32)).astype(dtype)
@@ -112,10 +140,14 @@ def test_half_precision_is_widened_before_anything_else(rng, dtype):
 
 
 @unhurried
-@given(kinds, seeds, st.integers(1, 70), st.integers(1, 20))
-def test_tokens_encoded_in_pieces_have_the_bytes_of_all_at_once(kind, seed, n_tokens, piece):
+@given(kinds, seeds, st.integers(1, 70), st.integers(1, 20), st.booleans())
+def test_tokens_encoded_in_pieces_have_the_bytes_of_all_at_once(
+    kind, seed, n_tokens, piece, better
+):
     x = mx.array(make(kind, seed, (2, n_tokens, 64)))
-    for encode, widths in ((mlx.encode_keys, KEY_BITS), (mlx.encode_values, VALUE_BITS)):
+    encode_keys = partial(mlx.encode_keys, refit=better)
+    encode_values = partial(mlx.encode_values, search=better)
+    for encode, widths in ((encode_keys, KEY_BITS), (encode_values, VALUE_BITS)):
         for bits in widths:
             at_once = encode(x, bits=bits, guard=True)
             pieces = [
@@ -151,7 +183,7 @@ def ulps_around(x, n=20):
 @pytest.mark.parametrize("scale", [255.5 * 2.0**-24, 2.0**-16, 65504, 65520])
 @pytest.mark.parametrize("bits", KEY_BITS)
 def test_the_guard_begins_at_the_same_key_scale(bits, scale):
-    high = ulps_around(scale * reference.n_steps(bits))
+    high = ulps_around(scale * affine.n_steps(bits))
     keys = np.zeros((len(high), 32), np.float32)
     keys[:, 0], keys[:, 1] = high, high / 3
     want = reference.encode_keys(keys, bits=bits, guard=True)
@@ -161,9 +193,9 @@ def test_the_guard_begins_at_the_same_key_scale(bits, scale):
 @pytest.mark.parametrize("zero", [-65520, -65519.5, 65503.5, 65504, 65519.5, 65520])
 @pytest.mark.parametrize("bits", KEY_BITS)
 def test_the_guard_begins_at_the_same_key_zero(bits, zero):
-    low = zero - (reference.n_steps(bits) / 2 if bits == 8 else 0)
+    low = zero - (affine.n_steps(bits) / 2 if bits == 8 else 0)
     keys = np.full((41, 32), low, np.float32)
-    keys[:, 0] = ulps_around(low + reference.n_steps(bits))
+    keys[:, 0] = ulps_around(low + affine.n_steps(bits))
     want = reference.encode_keys(keys, bits=bits, guard=True)
     assert_same_planes(mlx.encode_keys(mx.array(keys), bits=bits, guard=True), want)
 

@@ -5,48 +5,43 @@ than their size: each costs about 2 us, for every layer and every token generate
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from jaxtyping import Float, Float32, UInt, UInt8
 
 from kvstow.codec import tables
+from kvstow.codec.affine import EPS, code_range
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
+from kvstow.codec.mlx_affine import FLOAT16_OVERFLOW, affine_of, guarded, refit_of
 from kvstow.codec.mlx_lookup import centroid_table, code_table, look_up
-from kvstow.codec.reference import (
-    EPS,
-    FLOAT16_MAX,
-    GUARD_STEPS,
-    LARGEST_VALUE,
-    SMALLEST_SCALE,
-    code_range,
-    n_steps,
-)
+from kvstow.codec.mlx_search import searched
+from kvstow.codec.reference import FLOAT16_MAX, LARGEST_VALUE
 from kvstow.scheme import GROUP_SIZE
 
-FLOAT16_OVERFLOW = 65520.0  # the least float32 that rounds to inf in float16
-ROUNDS_TO_GUARD = 255.5 * 2.0**-24  # the least float32 that rounds to `reference.GUARD_BELOW`
 
-
-def encode_keys(keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False) -> PackedKeys:
+def encode_keys(
+    keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False, refit: bool = False
+) -> PackedKeys:
     """See `reference.encode_keys`."""
     check_keys(bits, keys.shape[-1])
     groups = _groups(keys)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     middle = high + low if bits == 8 else low
-    affine = _affine(low, high, middle, bits)
+    affine = affine_of(low, high, middle, bits)
     if guard:
-        affine = _guarded(affine, low, high, middle, bits)
-    steps = mx.round(groups / affine.divisors - affine.offsets)
+        affine = guarded(affine, low, high, middle, bits)
+    steps = groups / affine.divisors - affine.offsets
+    rounded = mx.clip(mx.round(steps), *code_range(bits))
+    scales, zeros = affine.scales.astype(mx.float16), affine.offsets.astype(mx.float16)
+    if refit:
+        scales, zeros = refit_of(affine, scales, zeros, groups, steps, rounded)
     # NaN, in a group that is lost anyway, is cast to code 0.
-    codes = mx.clip(steps, *code_range(bits)).astype(mx.int8 if bits == 8 else mx.uint8)
-    codes = codes.reshape(keys.shape)
-    return PackedKeys(
-        codes if bits == 8 else pack_bits(codes, bits=bits),
-        affine.scales.astype(mx.float16).squeeze(-1),
-        affine.offsets.astype(mx.float16).squeeze(-1),
-    )
+    codes = rounded.astype(mx.int8 if bits == 8 else mx.uint8).reshape(keys.shape)
+    if bits < 8:
+        codes = pack_bits(codes, bits=bits)
+    return PackedKeys(codes, scales.squeeze(-1), zeros.squeeze(-1))
 
 
 def decode_keys(
@@ -67,7 +62,7 @@ def dequantize_keys(packed: PackedKeys, *, bits: int) -> Float32[mx.array, "*b d
 
 
 def encode_values(
-    values: Float[mx.array, "*b d"], *, bits: int, guard: bool = False
+    values: Float[mx.array, "*b d"], *, bits: int, guard: bool = False, search: bool = False
 ) -> PackedValues:
     """See `reference.encode_values`."""
     check_values(bits, values.shape[-1])
@@ -76,9 +71,14 @@ def encode_values(
     if guard:
         saturated = (rms >= FLOAT16_OVERFLOW) & _is_codable(values)
         rms = mx.where(saturated, FLOAT16_MAX, rms)
-    divisors = rms + EPS
-    codes = _boundaries_below((groups / divisors).reshape(values.shape), bits)
-    return PackedValues(pack_bits(codes, bits=bits), rms.astype(mx.float16).squeeze(-1))
+    divisors, scales = rms + EPS, rms.astype(mx.float16)
+    units = groups / divisors
+    if search:
+        codes, scales = searched(units, divisors, scales, bits)
+    else:
+        codes = _boundaries_below(units, bits)
+    packed = pack_bits(codes.reshape(values.shape), bits=bits)
+    return PackedValues(packed, scales.squeeze(-1))
 
 
 def decode_values(
@@ -151,61 +151,12 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-class _Affine(NamedTuple):
-    """See `reference._Affine`; scales and offsets are not yet float16."""
-
-    scales: Float32[mx.array, "*b g 1"]
-    divisors: Float32[mx.array, "*b g 1"]
-    offsets: Float32[mx.array, "*b g 1"]
-
-
-def _affine(low: mx.array, high: mx.array, middle: mx.array, bits: int) -> _Affine:
-    """See `reference._affine`; `middle` is what `_to_steps` takes."""
-    scales = (high - low) / n_steps(bits)
-    divisors = scales + EPS
-    return _Affine(scales, divisors, mx.round(_to_steps(middle, divisors, bits)))
-
-
-def _guarded(
-    parity: _Affine, low: mx.array, high: mx.array, middle: mx.array, bits: int
-) -> _Affine:
-    """See `reference._guarded`."""
-    guard_steps, zero_limit = GUARD_STEPS[bits]
-    largest = mx.maximum(-low, high)
-    scales = mx.maximum(high / guard_steps - low / guard_steps, largest / zero_limit)
-    scales = _float16_above(mx.clip(scales, SMALLEST_SCALE, FLOAT16_MAX))
-    offsets = mx.clip(_to_steps(middle, scales, bits), -FLOAT16_MAX, FLOAT16_MAX)
-    offsets = offsets.astype(mx.float16).astype(mx.float32)
-
-    fits = mx.maximum(parity.scales, mx.abs(parity.offsets)) < FLOAT16_OVERFLOW
-    sane = (parity.scales >= ROUNDS_TO_GUARD) & fits
-    ratio = largest / largest  # 1, but NaN of 0, inf and NaN, which keep their bytes
-    bad = (ratio == ratio) > sane
-    return _Affine(
-        mx.where(bad, scales, parity.scales),
-        mx.where(bad, scales, parity.divisors),
-        mx.where(bad, offsets, parity.offsets),
-    )
-
-
-def _to_steps(middle: mx.array, divisors: mx.array, bits: int) -> mx.array:
-    # At 8 bits `middle` is the sum of both ends; halving it first would change no bit.
-    return middle / (divisors + divisors) if bits == 8 else middle / divisors
-
-
-def _float16_above(x: Float32[mx.array, "*b"]) -> Float32[mx.array, "*b"]:
-    """See `reference._float16_above`; widened again."""
-    nearest = x.astype(mx.float16)
-    below = nearest.astype(mx.float32) < x
-    return (nearest.view(mx.uint16) + below).view(mx.float16).astype(mx.float32)
-
-
 def _is_codable(values: mx.array) -> mx.array:
     largest = mx.abs(values).astype(mx.float32).max(axis=-1, keepdims=True)
     return (largest <= LARGEST_VALUE)[..., None]
 
 
-def _boundaries_below(units: Float32[mx.array, "*b d"], bits: int) -> UInt[mx.array, "*b d"]:
+def _boundaries_below(units: Float32[mx.array, "*b"], bits: int) -> UInt[mx.array, "*b"]:
     boundaries = tables.BOUNDARIES[bits]
     if bits == 8 or units.size <= 4096:
         below = mx.searchsorted(_boundaries(bits), units)  # NaN: all of them

@@ -11,33 +11,30 @@ Keys are affine per group, values are rotated and coded against a fixed
 codebook. ``guard=False`` gives the bytes of vllm-metal, degenerate groups
 included (a constant key group decodes to NaN). A cache stores ``guard=True``:
 the same bytes wherever those are sane, otherwise bytes for the same decoder
-that give finite output for finite input. Widths and sizes without an encoding
-raise as `layout.check_keys` and `layout.check_values` say.
+that give finite output for finite input. ``refit`` and ``search`` store better
+numbers in the same bytes, for the same decoder. Widths and sizes without an
+encoding raise as `layout.check_keys` and `layout.check_values` say.
 """
 
 from functools import reduce
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float16, Float32, UInt8
+from jaxtyping import Float, Float32, UInt8
 
+from kvstow.codec.affine import EPS, affine_of, code_range, guarded, refit_of
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
+from kvstow.codec.search import count_below, searched
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
-from kvstow.scheme import GROUP_SIZE, KEY_BITS
+from kvstow.scheme import GROUP_SIZE
 
-EPS = 1e-8
 FLOAT16_MAX = 65504.0
-# A smaller key scale keeps fewer than 8 significant bits in float16.
-GUARD_BELOW = 2.0**-16
-SMALLEST_SCALE = 2.0**-24  # the least positive float16
 # Beyond it, the sums of the rotation may overflow float32.
 LARGEST_VALUE = 2.0**100
-# Steps of a guarded group by key width, and the limit of its zero: float16 still resolves
-# half a step there (unsigned), or errs by 2**-11 of the element (signed).
-GUARD_STEPS = {bits: (238, 32768) if bits == 8 else (2**bits - 1, 1024) for bits in KEY_BITS}
 
 
-def encode_keys(keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False) -> PackedKeys:
+def encode_keys(
+    keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False, refit: bool = False
+) -> PackedKeys:
     """Code keys as ``x = (code + zero) * scale``, a scale and a zero per group.
 
     A group with a non-finite element is lost, whole: its scale and zero say so
@@ -51,16 +48,20 @@ def encode_keys(keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = Fal
         keys: Any float dtype; narrowed or widened to float32 first.
         bits: Width of one code, one of `scheme.KEY_BITS`.
         guard: Whether groups that would decode to NaN or lose their value are re-coded.
+        refit: Whether scale and zero are fitted to the codes, see `affine.refit_of`.
     """
     check_keys(bits, keys.shape[-1])
     with _ieee():
         groups = _groups(keys)
         low, high = groups.min(axis=-1), groups.max(axis=-1)
-        affine = _affine(low, high, bits)
+        affine = affine_of(low, high, bits)
         if guard:
-            affine = _guarded(affine, low, high, bits)
+            affine = guarded(affine, low, high, bits)
         steps = groups / affine.divisors[..., None] - affine.offsets[..., None]
-        codes = _round_to(steps, *code_range(bits)).reshape(keys.shape)
+        codes = _round_to(steps, *code_range(bits))
+        if refit:
+            affine = refit_of(affine, groups, steps, codes)
+    codes = codes.reshape(keys.shape)
     if bits == 8:
         return PackedKeys(codes.astype(np.int8), affine.scales, affine.zeros)
     return PackedKeys(pack_bits(codes.astype(np.uint8), bits=bits), affine.scales, affine.zeros)
@@ -91,7 +92,7 @@ def dequantize_keys(packed: PackedKeys, *, bits: int) -> Float32[np.ndarray, "*b
 
 
 def encode_values(
-    values: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False
+    values: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False, search: bool = False
 ) -> PackedValues:
     """Code rotated values against a fixed codebook, one RMS scale per group.
 
@@ -99,6 +100,7 @@ def encode_values(
         values: Any float dtype; narrowed or widened to float32 first.
         bits: Width of one code, one of `scheme.VALUE_BITS`.
         guard: Whether a scale beyond float16 is stored as the largest float16.
+        search: Whether each group takes the best of five scales, see `search.searched`.
     """
     check_values(bits, values.shape[-1])
     with _ieee():
@@ -112,8 +114,10 @@ def encode_values(
             scales = np.where(saturated, np.float16(FLOAT16_MAX), scales)
             divisors = np.where(saturated, np.float32(FLOAT16_MAX), divisors)
         units = groups / divisors[..., None]
-    below = np.searchsorted(BOUNDARIES[bits], units, side="left")  # a tie takes the lower code
-    codes = np.where(np.isnan(units), 0, below).astype(np.uint8)
+        if search:
+            codes, scales = searched(units, divisors, scales, bits)
+        else:
+            codes = count_below(units, BOUNDARIES[bits])
     return PackedValues(pack_bits(codes.reshape(values.shape), bits=bits), scales)
 
 
@@ -212,63 +216,6 @@ def count_nonfinite(packed: PackedKeys | PackedValues) -> int:
     if isinstance(packed, PackedKeys):
         lost = lost | ~np.isfinite(packed.zeros)
     return int(lost.sum())
-
-
-def code_range(bits: int) -> tuple[int, int]:
-    """Least and greatest key code."""
-    return (-127, 127) if bits == 8 else (0, 2**bits - 1)
-
-
-def n_steps(bits: int) -> int:
-    """Steps between the least and the greatest key code."""
-    low, high = code_range(bits)
-    return high - low
-
-
-class _Affine(NamedTuple):
-    """Per group: what is stored, and the float32 values that codes are taken against."""
-
-    scales: Float16[np.ndarray, "*b g"]
-    zeros: Float16[np.ndarray, "*b g"]
-    divisors: Float32[np.ndarray, "*b g"]
-    offsets: Float32[np.ndarray, "*b g"]
-
-
-def _affine(
-    low: Float32[np.ndarray, "*b g"], high: Float32[np.ndarray, "*b g"], bits: int
-) -> _Affine:
-    scales = (high - low) / n_steps(bits)
-    divisors = scales + np.float32(EPS)
-    offsets = np.rint((high + low) / (2 * divisors) if bits == 8 else low / divisors)
-    return _Affine(scales.astype(np.float16), offsets.astype(np.float16), divisors, offsets)
-
-
-def _guarded(
-    parity: _Affine,
-    low: Float32[np.ndarray, "*b g"],
-    high: Float32[np.ndarray, "*b g"],
-    bits: int,
-) -> _Affine:
-    """`parity`, but where it is not sane: a scale rounded up and a fractional zero."""
-    guard_steps, zero_limit = GUARD_STEPS[bits]
-    middle = 0.5 * low + 0.5 * high if bits == 8 else low
-    largest = np.maximum(-low, high)
-    scales = np.maximum(high / guard_steps - low / guard_steps, largest / zero_limit)
-    scales = _float16_above(np.clip(scales, SMALLEST_SCALE, FLOAT16_MAX))
-    divisors = scales.astype(np.float32)
-    zeros = np.clip(middle / divisors, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16)
-    guarded = _Affine(scales, zeros, divisors, zeros.astype(np.float32))
-
-    sane = parity.scales.astype(np.float32) >= GUARD_BELOW
-    sane &= np.isfinite(parity.scales) & np.isfinite(parity.zeros)
-    keep = sane | ~np.isfinite(low) | ~np.isfinite(high) | (largest == 0)
-    return _Affine(*(np.where(keep, a, b) for a, b in zip(parity, guarded, strict=True)))
-
-
-def _float16_above(x: Float32[np.ndarray, "*b"]) -> Float16[np.ndarray, "*b"]:
-    """The least float16 not below `x`, for positive `x` within float16."""
-    nearest = x.astype(np.float16)
-    return np.where(nearest < x, np.nextafter(nearest, np.float16(np.inf)), nearest)
 
 
 def _round_to(x: Float32[np.ndarray, "*b"], low: int, high: int) -> Float32[np.ndarray, "*b"]:
