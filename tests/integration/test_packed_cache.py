@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstow import Scheme, SchemeError, UnsupportedModel
 from kvstow.codec import reference as codec
+from kvstow.scheme import KEY_BITS
 
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
@@ -62,8 +63,8 @@ def cut(tokens, start, end):
 def encode(tokens, scheme):
     """The five planes of the definition."""
     return (
-        *codec.encode_keys(tokens.k, bits=scheme.key_bits, guard=True),
-        *codec.encode_values(tokens.v, bits=scheme.value_bits, guard=True),
+        *codec.encode_keys(tokens.k, bits=scheme.key_bits, guard=True, refit=scheme.refit),
+        *codec.encode_values(tokens.v, bits=scheme.value_bits, guard=True, search=scheme.search),
     )
 
 
@@ -191,6 +192,34 @@ def test_a_row_that_packs_frees_its_plain_arrays(cls, draw):
     assert plain_bytes == 2 * 4 * D * H * 256
 
 
+# --- +search and +refit
+
+
+@pytest.mark.parametrize(("option", "changed"), [("refit", (1, 2)), ("search", (3, 4))])
+def test_an_encoder_option_changes_its_planes_and_no_size(cls, draw, option, changed):
+    tokens = draw(40)
+    without = filled(cls, tokens)
+    cache = filled(cls, tokens, scheme=f"turbo:k8v3+{option}")
+    planes = [[np.array(x) for x in (*c.packed()[0], *c.packed()[1])] for c in (without, cache)]
+    differ = tuple(i for i, (a, b) in enumerate(zip(*planes, strict=True)) if (a != b).any())
+    assert differ == changed
+    assert cache.nbytes == without.nbytes
+    assert_stores(cache, tokens)
+
+
+@pytest.mark.parametrize("width", KEY_BITS)
+def test_under_search_and_refit_a_cache_errs_less(cls, draw, width):
+    tokens = draw(200)
+    errors = []
+    for options in ("", "+refit+search"):
+        cache = filled(cls, tokens, scheme=f"turbo:k{width}v{width}{options}")
+        k, v = cache.keys_and_values()
+        errors.append([((np.array(a) - b) ** 2).mean() for a, b in ((k, tokens.k), (v, tokens.v))])
+    without, better = errors
+    assert better[0] < 0.96 * without[0]
+    assert better[1] < 0.96 * without[1]
+
+
 # --- schedules
 
 
@@ -200,6 +229,8 @@ SCHEMES = [
     "turbo:k5v5+stored",
     "turbo:k4v8+start9",
     "turbo:k8v4+start9+stored",
+    "turbo:k8v3+search",
+    "turbo:k4v8+refit+search+start9",
 ]
 
 
@@ -620,7 +651,9 @@ class AnySequence(RuleBasedStateMachine):
     """Caches under random operations, against the float tokens that each one holds."""
 
     @initialize(
-        text=st.sampled_from(["turbo:k8v3", "turbo:k4v2+start7", "turbo:k2v8+start3+stored"]),
+        text=st.sampled_from(
+            ["turbo:k8v3", "turbo:k4v2+start7", "turbo:k2v8+start3+stored", "turbo+search"]
+        ),
         in_windows=st.booleans(),
     )
     def begin(self, text, in_windows):

@@ -249,8 +249,9 @@ def _encode(cache: Any) -> Any:
     if isinstance(cache, PackedKVCache) and cache.is_packed:
         window = cache.window()
         x = mx.random.normal((*window.keys.scales.shape[:2], 1, window.head_dim))
+        s = cache.scheme
         return (
-            codec.encode_keys(x, bits=cache.scheme.key_bits, guard=True),
-            codec.encode_values(x, bits=cache.scheme.value_bits, guard=True),
+            codec.encode_keys(x, bits=s.key_bits, guard=True, refit=s.refit),
+            codec.encode_values(x, bits=s.value_bits, guard=True, search=s.search),
         )
     return ()

@@ -189,9 +189,10 @@ class PackedKVCache:
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
+        s = self.scheme
         self._store.append(
-            codec.encode_keys(keys, bits=self.scheme.key_bits, guard=True),
-            codec.encode_values(values, bits=self.scheme.value_bits, guard=True),
+            codec.encode_keys(keys, bits=s.key_bits, guard=True, refit=s.refit),
+            codec.encode_values(values, bits=s.value_bits, guard=True, search=s.search),
         )
 
     def _fetch(self) -> tuple[Fetched, Fetched]:
