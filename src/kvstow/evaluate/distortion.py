@@ -33,6 +33,7 @@ class Distortion(NamedTuple):
 
     mse: float  # |x - x'|**2, the paper's D_mse
     product: float  # d * (<y, x> - <y, x'>)**2, the paper's D_prod times d
+    parallel: float  # the same for y = x, where a bias shows
     gain: float  # <x, x'>: 1 if inner products are unbiased
 
 
@@ -42,14 +43,16 @@ def distortion(quantiser: Quantiser, n_vectors: int = 1024, seed: int = 0) -> Di
     The error of the mean is about one part in the square root of
     ``n_vectors * head_dim`` for one random matrix; matrices differ, too.
     """
-    rng = np.random.default_rng([seed, 2])
+    rng = np.random.default_rng(seed)
     x, y = (unit_vectors(rng, n_vectors, quantiser.head_dim) for _ in range(2))
     rebuilt = quantiser.reconstruct(x)
     errors = x - rebuilt
+    along = (x * errors).sum(axis=-1)
     return Distortion(
         mse=_mean(errors**2) * quantiser.head_dim,
         product=_mean((y @ errors.T) ** 2) * quantiser.head_dim,
-        gain=_mean(x * rebuilt) * quantiser.head_dim,
+        parallel=_mean(along**2) * quantiser.head_dim,
+        gain=1 - _mean(along),
     )
 
 
@@ -66,6 +69,7 @@ class Keys:
 
     bits: int
     head_dim: int
+    refit: bool = False
 
     @property
     def bits_per_value(self) -> float:
@@ -74,7 +78,8 @@ class Keys:
 
     def reconstruct(self, x: np.ndarray) -> np.ndarray:
         """What a cache reads back of `x`."""
-        return decode_keys(encode_keys(x, bits=self.bits, guard=True), bits=self.bits)
+        packed = encode_keys(x, bits=self.bits, guard=True, refit=self.refit)
+        return decode_keys(packed, bits=self.bits)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Values:
 
     bits: int
     head_dim: int
+    search: bool = False
 
     @property
     def bits_per_value(self) -> float:
@@ -91,7 +97,7 @@ class Values:
 
     def reconstruct(self, x: np.ndarray) -> np.ndarray:
         """What a cache reads back of `x`."""
-        packed = encode_values(x, bits=self.bits, guard=True)
+        packed = encode_values(x, bits=self.bits, guard=True, search=self.search)
         return decode_values(packed, bits=self.bits, head_dim=self.head_dim)
 
 
