@@ -15,7 +15,7 @@ from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
 
 mx = pytest.importorskip("mlx.core")
-from kvstow.codec import mlx, mlx_search  # noqa: E402
+from kvstow.codec import mlx, mlx_places  # noqa: E402
 
 pytestmark = pytest.mark.mlx
 
@@ -89,7 +89,7 @@ def test_values_equal_the_definition(kind, seed, lead, head_dim, guard, search):
 @pytest.mark.parametrize("guard", [False, True], ids=["parity", "guarded"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_prompt_of_many_tokens_equals_the_definition(head_dim, guard):
-    # Many elements take another path than few: see `mlx._boundaries_below`.
+    # Many elements take another path than few: see `mlx_places.places_of`.
     rng = np.random.default_rng(head_dim)
     x = rng.standard_normal((1, 2, 131072 // head_dim, head_dim)).astype(np.float32)
     for bits in KEY_BITS:
@@ -123,7 +123,7 @@ def test_a_unit_near_any_boundary_of_the_search_is_placed_as_numpy_does(bits, n_
     near = np.concatenate([ulps_around(edge, 2) for edge in edges])
     ends = np.array([-3e38, -np.inf, -0.0, 0.0, 3e38, np.inf], np.float32)
     units = np.resize(np.concatenate([ends, near]), n_units)
-    got = mlx_search._places(mx.array(units), bits)
+    got = mlx_places.places_of(mx.array(units), mlx_places.Edges.of(edges))
     np.testing.assert_array_equal(np.array(got), np.searchsorted(edges, units, side="left"))
 
 

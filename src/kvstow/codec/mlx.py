@@ -16,6 +16,7 @@ from kvstow.codec.affine import EPS, code_range
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
 from kvstow.codec.mlx_affine import FLOAT16_OVERFLOW, affine_of, guarded, refit_of
 from kvstow.codec.mlx_lookup import centroid_table, code_table, look_up
+from kvstow.codec.mlx_places import Edges, places_of
 from kvstow.codec.mlx_search import searched
 from kvstow.codec.reference import FLOAT16_MAX, LARGEST_VALUE
 from kvstow.scheme import GROUP_SIZE
@@ -156,16 +157,10 @@ def _is_codable(values: mx.array) -> mx.array:
     return (largest <= LARGEST_VALUE)[..., None]
 
 
-def _boundaries_below(units: Float32[mx.array, "*b"], bits: int) -> UInt[mx.array, "*b"]:
-    boundaries = tables.BOUNDARIES[bits]
-    if bits == 8 or units.size <= 4096:
-        below = mx.searchsorted(_boundaries(bits), units)  # NaN: all of them
-        return mx.where(mx.isnan(units), 0, below)
-    # Searching mispredicts half its branches: many elements take one sweep per boundary.
-    below = (units > float(boundaries[0])).view(mx.uint8)
-    for boundary in boundaries[1:]:
-        below = below + (units > float(boundary)).view(mx.uint8)
-    return below
+def _boundaries_below(units: Float32[mx.array, "*b"], bits: int) -> UInt8[mx.array, "*b"]:
+    flat = units.reshape(-1)
+    below = places_of(flat, _boundaries(bits)).astype(mx.uint8)
+    return (below * (flat == flat).view(mx.uint8)).reshape(units.shape)  # NaN: 0
 
 
 def _sum_in_order(x: Float32[mx.array, "*b g 32"]) -> Float32[mx.array, "*b g 1"]:
@@ -218,8 +213,8 @@ def _signs(head_dim: int) -> Float32[mx.array, " {head_dim}"]:
 
 
 @cache
-def _boundaries(bits: int) -> Float32[mx.array, " c"]:
-    return mx.array(tables.BOUNDARIES[bits])
+def _boundaries(bits: int) -> Edges:
+    return Edges.of(tables.BOUNDARIES[bits])
 
 
 @cache
