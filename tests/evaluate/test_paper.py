@@ -17,6 +17,8 @@ from kvstow.evaluate.paper import (
 )
 
 BOTH = [TurboQuantMse, TurboQuantProd]
+# Near enough to the limit; a rotation of the 1536 of the paper takes seconds on a busy machine.
+LARGE = 256
 # Theorems 1 and 2 of arXiv:2504.19874, for 1 to 4 bits.
 PAPER_MSE = (0.36, 0.117, 0.03, 0.009)
 PAPER_PRODUCT = (1.57, 0.56, 0.18, 0.047)
@@ -26,19 +28,19 @@ NORMAL = (0.36338, 0.117482, 0.034548, 0.009501, 0.002505, 0.000644, 0.000163, 0
 
 @pytest.mark.parametrize("bits", range(1, 5))
 def test_the_mse_is_that_of_the_paper_to_a_unit_of_its_last_digit(bits):
-    measured = distortion(TurboQuantMse(bits, 1536), n_vectors=256)
+    measured = distortion(TurboQuantMse(bits, LARGE), n_vectors=1536)
     figure = PAPER_MSE[bits - 1]
     last_digit = 10.0 ** -len(str(figure).partition(".")[2])
     assert measured.mse == pytest.approx(figure, abs=last_digit)
-    # 256 * 1536 coordinates: two standard errors are 0.5%.
-    assert measured.mse == pytest.approx(TurboQuantMse(bits, 1536).exact_mse, rel=0.01)
+    # 1536 * 256 coordinates: two standard errors are 0.5%.
+    assert measured.mse == pytest.approx(TurboQuantMse(bits, LARGE).exact_mse, rel=0.01)
 
 
 @pytest.mark.parametrize("bits", range(1, 5))
 def test_the_product_error_is_the_exact_one_and_the_papers_to_its_rounding(bits):
-    measured = distortion(TurboQuantProd(bits, 1536), n_vectors=256)
-    # One projection is off by about 1 / 1536, and the 256 vectors by 0.4%.
-    assert measured.product == pytest.approx(TurboQuantProd(bits, 1536).exact_mse, rel=0.02)
+    measured = distortion(TurboQuantProd(bits, LARGE), n_vectors=1536)
+    # Projections of this size differ by 1% (standard deviation).
+    assert measured.product == pytest.approx(TurboQuantProd(bits, LARGE).exact_mse, rel=0.03)
     assert measured.product == pytest.approx(PAPER_PRODUCT[bits - 1], rel=0.16)
 
 
