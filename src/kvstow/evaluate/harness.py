@@ -141,6 +141,26 @@ def settle(caches: list[Any]) -> None:
     mx.clear_cache()
 
 
+def check_control(arm: Arm, difference_nats: np.ndarray) -> None:
+    """Refuse an arm whose output shows that nothing was measured.
+
+    Args:
+        arm: What ran.
+        difference_nats: From the reference, of every scored token.
+
+    Raises:
+        EvaluationError: If the reference run again differs, or another arm does not.
+    """
+    worst = float(np.abs(difference_nats).max())
+    if arm.is_reference and worst:
+        raise EvaluationError(
+            f"the reference run twice differs from itself by {worst:.2e} nats, so no "
+            "smaller difference means anything: is something else attached to this model?"
+        )
+    if not arm.is_reference and not worst:
+        raise EvaluationError(f"{arm}: this arm quantised nothing: its output is the reference's")
+
+
 @contextmanager
 def _cast(model: Any, dtype: str | None) -> Iterator[None]:
     """The model in `dtype`; its weights come back after the block."""

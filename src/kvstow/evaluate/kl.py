@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvstow.errors import EvaluationError
 from kvstow.evaluate.arms import Arm
-from kvstow.evaluate.harness import Running, feed, running, settle
+from kvstow.evaluate.harness import Running, check_control, feed, running, settle
 from kvstow.evaluate.statistics import digits, summarise
 from kvstow.evaluate.texts import Passages
 from kvstow.integrations import attached
@@ -121,7 +121,7 @@ class Reference:
             ]
             columns = map(np.stack, zip(*steps, strict=True))
             scores = Scores(run.about(caches), *columns)
-        _check_control(arm, scores.kl_nats)
+        check_control(arm, scores.kl_nats)
         return scores
 
     def perplexity(self) -> float:
@@ -171,17 +171,6 @@ def compare(
     reference = Reference(model, passages, window or Window())
     for arm in arms:
         yield reference.score(Arm.parse(arm))
-
-
-def _check_control(arm: Arm, kl_nats: np.ndarray) -> None:
-    differs = bool(np.any(kl_nats != 0))
-    if arm.is_reference and differs:
-        raise EvaluationError(
-            f"the reference run twice differs from itself by {kl_nats.max():.2e} nats, so no "
-            "smaller difference means anything: is something else attached to this model?"
-        )
-    if not arm.is_reference and not differs:
-        raise EvaluationError(f"{arm}: this arm quantised nothing: its output is the reference's")
 
 
 def _compare(
