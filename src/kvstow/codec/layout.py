@@ -10,7 +10,7 @@ key ``codes``         ``(d,)`` int8 at 8 bits,           ``x = (code + zero) * s
 key ``scales``        ``(g,)`` float16                   step of the group
 key ``zeros``         ``(g,)`` float16                   offset, in steps
 value ``codes``       ``(d * bits / 8,)`` uint8          index into the centroids
-value ``scales``      ``(g,)`` float16                   RMS of the rotated group
+value ``scales``      ``(g,)`` float16                   RMS of the rotated group, or near
 ====================  =================================  ========================
 
 Leading axes (batch, KV heads, tokens) are kept in front. Groups lie along
