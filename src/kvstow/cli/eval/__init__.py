@@ -10,6 +10,7 @@ from kvstow.cli.lazy import LazyGroup
 
 COMMANDS = {
     "kl": ("kvstow.cli.eval.kl", "KL of the next token against the unquantised model."),
+    "ppl": ("kvstow.cli.eval.ppl", "Perplexity of texts read through the quantised cache."),
 }
 
 

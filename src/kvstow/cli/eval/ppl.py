@@ -1,0 +1,119 @@
+"""``kvstow eval ppl``: perplexity of texts read through the quantised cache."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvstow.cli import params as common
+from kvstow.cli.console import table_console
+from kvstow.cli.eval import params
+from kvstow.cli.eval.context import check_context
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.progress import Step
+from kvstow.evaluate.arms import Arm
+from kvstow.evaluate.rows import Row
+from kvstow.require import require
+
+DEFAULT_ARMS = ("off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turbo:k8v3")
+
+
+@click.command()
+@common.model
+@params.arms(DEFAULT_ARMS)
+@params.texts(16)
+@params.text_files
+@params.sources
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=3),
+    default=512,
+    show_default=True,
+    help="Tokens of each text.",
+)
+@click.option(
+    "--chunk",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Tokens that are read at a time; the first chunk is not scored. 1: token by token from "
+    "the first, as an answer is written (pseudo-decode).",
+)
+@params.dtype
+@params.name
+@params.output
+@common.as_json
+def ppl(
+    *,
+    model: str,
+    arms: tuple[Arm, ...],
+    n_texts: int,
+    files: tuple[Path, ...],
+    sources: tuple[str, ...],
+    tokens: int,
+    chunk: int,
+    dtype: str,
+    name: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Perplexity of texts read through the quantised cache.
+
+    Each chunk of a text attends to what is stored of those before it, and its tokens are scored
+    from the second chunk on. The change is in nats per token, against the unquantised model on
+    the same chunks; its interval is a bootstrap over texts.
+    """
+    measure = require("kvstow.evaluate.perplexity")
+    window = measure.Window(tokens, chunk)
+    check_context(model, "--tokens", tokens)
+    with bench(model, arms, dtype=dtype, output=output, name=name) as on:
+        texts = chosen_texts(files, sources)
+        passages = require("kvstow.evaluate.texts").passages(
+            on.tokenizer, texts, window.n_tokens, n=min(n_texts, len(texts)) if files else n_texts
+        )
+        rows = on.measure(
+            questions(on, arms, passages, window), show=json_line if as_json else lambda _: None
+        )
+    if not as_json:
+        table_console().print(table(rows))
+
+
+def questions(on: Bench, arms: tuple[Arm, ...], passages: Any, window: Any) -> list[Any]:
+    """One per arm, for `Bench.measure`."""
+    reference = require("kvstow.evaluate.perplexity").Reference(on.model, passages, window)
+    about = {"measure": "ppl", "window": window.as_dict(), "texts": passages.about()}
+
+    def answer(arm: Arm, step: Step) -> Row:
+        row: Row = reference.score(arm, on_step=step).as_dict()
+        return row
+
+    return [({**about, "arm": str(arm)}, partial(answer, arm)) for arm in arms]
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    first = rows[0]
+    shown = Table(
+        title=f"perplexity of {first['model']} in {first['dtype']} through the cache; n = "
+        f"{first['texts']['n_texts']} texts of {first['window']['n_tokens']} tokens in chunks of "
+        f"{first['window']['chunk_tokens']}, {first['n_scored_tokens']} tokens scored; "
+        f"without quantisation {first['ppl_off']:.3f}"
+    )
+    for column in ("arm", "fetch", "layers"):
+        shown.add_column(column, no_wrap=True)
+    for column in ("bits", "ppl", "change in nats", "95% interval"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["interval_95"]
+        shown.add_row(
+            row["arm"],
+            row["fetch"],
+            "{} of {}".format(*row["layers"]),
+            f"{row['bits_per_value']:.2f}",
+            f"{row['ppl']:.3f}",
+            f"{row['mean_change_nats']:+.5f}",
+            f"{low:+.5f} to {high:+.5f}",
+        )
+    return shown
