@@ -22,6 +22,7 @@ def kl_row(arm="turbo:k8v3", kl=0.02, *, model="tiny", per_text=None, **more):
     per_text = np.array([0.8, 1.2, 0.9, 1.1]) * kl if per_text is None else np.array(per_text)
     mean = float(per_text.mean())
     parsed = Arm.parse(arm)
+    bits = parsed.bits_per_value(64, 3.25 if parsed.paper else None)
     return {
         "measure": "kl",
         "model": model,
@@ -32,7 +33,7 @@ def kl_row(arm="turbo:k8v3", kl=0.02, *, model="tiny", per_text=None, **more):
         "fetch": "eager",
         "layers": [2, 3],
         "kept": {"a sliding window": [1]},
-        "bits_per_value": 16.0 if str(parsed).startswith("off") else parsed.bits_per_value(64, 3.2),
+        "bits_per_value": bits,
         "kv_bytes": None if parsed.is_simulated else 12_345,
         "kv_bytes_bf16": None if parsed.is_simulated else 45_678,
         "mean_kl_nats": mean,

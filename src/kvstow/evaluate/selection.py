@@ -215,12 +215,12 @@ _EVERY = {
     "model": _is_text,
     "dtype": _is_text,
     "window": _is_table,
+    "kept": _optional(_is_table_of_lists),
     "texts": _optional(_holds(n_texts=_optional(_is_count), sources=_optional(_is_table))),
 }
 _QUANTISED = {
     "arm": _is_text,
     "layers": _are(_is_count, 2),
-    "kept": _optional(_is_table_of_lists),
     "bits_per_value": _is_number,
     "interval_95": _are(_is_number, 2),
     "kv_bytes": _optional(_is_count),

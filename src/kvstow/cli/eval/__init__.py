@@ -11,6 +11,11 @@ from kvstow.cli.lazy import LazyGroup
 COMMANDS = {
     "kl": ("kvstow.cli.eval.kl", "KL of the next token against the unquantised model."),
     "ppl": ("kvstow.cli.eval.ppl", "Perplexity of texts read through the quantised cache."),
+    "plot": ("kvstow.cli.eval.plot", "Draw rows of results as a figure, without a model."),
+    "report": (
+        "kvstow.cli.eval.report",
+        "Write rows of results as one HTML page, without a model.",
+    ),
 }
 
 

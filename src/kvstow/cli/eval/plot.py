@@ -1,0 +1,38 @@
+"""``kvstow eval plot``: rows of results as a figure."""
+
+from pathlib import Path
+
+import click
+
+from kvstow.cli.eval import results
+from kvstow.evaluate.extra import require_extra
+from kvstow.evaluate.selection import KINDS
+
+
+@click.command()
+@results.files
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="kl",
+    show_default=True,
+    help="kl: mean KL against bits per value; layers: KL of arms such as turbo:k8v3@layer5, by "
+    "layer; needle: facts found, by depth and length; law: KL against the bits of values, with "
+    "the rate at which it falls.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=results.with_suffix(".svg", ".png", ".pdf"),
+    required=True,
+    help="The figure: an .svg, .png or .pdf file.",
+)
+def plot(*, files: tuple[Path, ...], kind: str, output: Path) -> None:
+    """Draw rows of results as a figure, without a model.
+
+    Rows of other kinds are left out. Those that are drawn must be of one window and dtype, the
+    same number of texts of the same sources, and for each model the same tokens. Needs the extra
+    kvstow[eval].
+    """
+    rows = results.read(files)
+    require_extra("kvstow.evaluate.plot").plot(rows, kind, output)
