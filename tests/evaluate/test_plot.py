@@ -287,7 +287,7 @@ def test_no_row_of_a_kind_is_an_error_that_says_what_measures_it(cli, tmp_path, 
     figure = tmp_path / "figure.svg"
     result = cli([ppl_row(), kl_row("off", 0.0)], "--kind", kind, "--output", figure)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"no row is of the kind '{kind}'" in result.stderr
+    assert f"no row is for a figure of kind '{kind}'" in result.stderr
     assert command in result.stderr
     assert not figure.exists()
 

@@ -18,10 +18,10 @@ DRAW: dict[str, Callable[[Sequence[Row]], Figure]] = {
     "law": laws.draw,
 }
 NEEDS = {
-    "kl": "kvstow eval kl, with an arm beside off",
-    "layers": "kvstow eval kl, with arms such as turbo:k8v3@layer0",
+    "kl": "kvstow eval kl with an arm beside off",
+    "layers": "kvstow eval kl with arms such as turbo:k8v3@layer0",
     "needle": "kvstow eval needle",
-    "law": "kvstow eval kl, with arms such as turbo:k8v2 and turbo:k8v3",
+    "law": "kvstow eval kl with arms such as turbo:k8v2 and turbo:k8v3",
 }
 
 
@@ -52,8 +52,8 @@ def render(rows: Sequence[Row], kind: str, suffix: str) -> bytes:
     if not chosen:
         measures = ", ".join(dict.fromkeys(row["measure"] for row in rows))
         raise EvaluationError(
-            f"no row is of the kind {kind!r}, which {NEEDS[kind]} measures; "
-            f"there are {len(rows)} rows of {measures}"
+            f"no row is for a figure of kind {kind!r}: expected rows of {NEEDS[kind]}; "
+            f"got {len(rows)} of {measures}"
         )
     check_together(chosen)
     with styled():
