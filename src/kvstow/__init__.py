@@ -6,6 +6,7 @@ Nothing here imports an array framework.
 from kvstow.blas import use_fast_blas
 from kvstow.errors import (
     KvstowError,
+    KvstowWarning,
     MissingDependency,
     ModelFileError,
     ModelNotFound,
@@ -21,6 +22,7 @@ __all__ = [
     "AttachReport",
     "KVUsage",
     "KvstowError",
+    "KvstowWarning",
     "MissingDependency",
     "ModelFileError",
     "ModelNotFound",

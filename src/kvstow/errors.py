@@ -9,6 +9,8 @@
   + TextError            a text to be scored is missing, short or no text (ValueError)
   + EvaluationError      a measurement that would mean nothing         (ValueError)
   + MissingDependency    an extra of kvstow is not installed           (ImportError)
+
+And the one warning, `KvstowWarning` (UserWarning).
 """
 
 
@@ -46,3 +48,7 @@ class EvaluationError(KvstowError, ValueError):
 
 class MissingDependency(KvstowError, ImportError):
     """An optional part of kvstow is needed and not installed."""
+
+
+class KvstowWarning(UserWarning):
+    """What was asked for is done, and is likely not what was wanted."""

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvstow.cli.lazy import LazyGroup
+from kvstow.cli.warn import warnings_as_lines
 from kvstow.errors import KvstowError
 
 COMMANDS = {
@@ -27,14 +28,15 @@ INTERRUPTED = 130
 
 
 class Main(LazyGroup):
-    """The group of all commands: it prints kvstow's own errors as one line, and no others."""
+    """The group of all commands: kvstow's own errors and warnings are one line each."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and end with the exit codes of this module's docstring."""
         # Tokenizers need no PyTorch, and transformers says at each start that it has none.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
-            return super().invoke(ctx)
+            with warnings_as_lines():
+                return super().invoke(ctx)
         except KvstowError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:

@@ -5,6 +5,7 @@ report layers, bits and bytes in the same words.
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvstow.capacity import LayerShape
-from kvstow.errors import EvaluationError
+from kvstow.errors import EvaluationError, KvstowWarning
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.simulated import SimulatedKVCache, codec_of
 from kvstow.integrations import AttachReport, attached, usage
@@ -115,7 +116,8 @@ def running(model: Any, arm: Arm) -> Iterator[Running]:
         UnsupportedModel: As `kvstow.attach`.
         EvaluationError: If the arm names a layer that the model does not have.
     """
-    with attached(model, arm.scheme, fetch=arm.fetch) as report, _cast(model, arm.dtype):
+    unwarned = warnings.catch_warnings(action="ignore", category=KvstowWarning)  # we measure it
+    with unwarned, attached(model, arm.scheme, fetch=arm.fetch) as report, _cast(model, arm.dtype):
         quantised = tuple(layer.index for layer in report.layers if layer.quantised)
         full = read_shape(model).of_kind("full") if quantised else []
         shapes = dict(zip(quantised, full, strict=True))

@@ -4,11 +4,12 @@ The public functions find the adapter by the type of the model, and import
 nothing that the caller has not.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvstow.errors import UnsupportedModel
+from kvstow.errors import KvstowWarning, UnsupportedModel
 from kvstow.integrations.report import AttachReport, Fetch, KVUsage
 from kvstow.require import require
 from kvstow.scheme import Scheme
@@ -24,6 +25,9 @@ def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") ->
     Sets ``model.make_cache``, the hook that mlx-lm itself asks, on this one
     instance: generate, chat and every other user of `make_prompt_cache` follow. A
     model that is attached already changes its scheme. ``None`` or ``"off"`` detaches.
+
+    Under a scheme with fewer than 8 bits for keys the model runs once on some tokens, and
+    a `KvstowWarning` says if its keys are too hard for them (see `mlx_lm.hardness`).
 
     Args:
         model: An mlx-lm model.
@@ -41,11 +45,7 @@ def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") ->
         UnsupportedModel: If the scheme cannot store this model's keys and values,
             or would apply to no layer. Nothing has been changed then.
     """
-    parsed = Scheme.parse(scheme)
-    if fetch not in ("auto", "eager", "deferred"):
-        raise ValueError(f"fetch must be 'auto', 'eager' or 'deferred', got {fetch!r}")
-    report: AttachReport = _adapter(model).attach(model, parsed, fetch)
-    return report
+    return _attach(model, scheme, fetch, stacklevel=3)
 
 
 def detach(model: Any) -> None:
@@ -63,13 +63,15 @@ def attached(
 ) -> Iterator[AttachReport]:
     """`attach` for the length of a ``with`` block; an earlier attachment comes back after it.
 
+    It warns as `attach` does.
+
     Raises:
         SchemeError: As `attach`.
         UnsupportedModel: As `attach`.
     """
     adapter = _adapter(model)
     before = adapter.attachment(model)
-    report = attach(model, scheme, fetch=fetch)
+    report = _attach(model, scheme, fetch, stacklevel=4)
     try:
         yield report
     finally:
@@ -84,6 +86,22 @@ def usage(cache: list[Any]) -> KVUsage:
     """
     measured: KVUsage = require(f"{__name__}.mlx_lm").usage(cache)
     return measured
+
+
+def _attach(model: Any, scheme: Any, fetch: Fetch, *, stacklevel: int) -> AttachReport:
+    parsed = Scheme.parse(scheme)
+    if fetch not in ("auto", "eager", "deferred"):
+        raise ValueError(f"fetch must be 'auto', 'eager' or 'deferred', got {fetch!r}")
+    adapter = _adapter(model)
+    before = adapter.attachment(model)
+    report: AttachReport = adapter.attach(model, parsed, fetch)
+    try:
+        for warning in report.warnings:
+            warnings.warn(warning, KvstowWarning, stacklevel=stacklevel)
+    except KvstowWarning:  # a filter makes it an error
+        adapter.restore(model, before)
+        raise
+    return report
 
 
 def _adapter(model: Any) -> Any:

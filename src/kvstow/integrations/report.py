@@ -40,12 +40,14 @@ class AttachReport:
         fetch: The path of the quantised layers: ``"eager"``, ``"deferred"`` or ``"host"``.
         fetch_reason: Why that path, when ``"auto"`` could not take the faster one.
         layers: One report per cache of the model.
+        warnings: Why the scheme is likely not what was wanted; `attach` warns of the same.
     """
 
     scheme: Scheme
     fetch: str
     fetch_reason: str
     layers: tuple[LayerReport, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def n_quantised(self) -> int:

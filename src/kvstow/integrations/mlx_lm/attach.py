@@ -6,14 +6,15 @@ away, so the attribute itself is the only state.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
 from mlx_lm.models import cache as host
 
-from kvstow.capacity import check_layer
+from kvstow.capacity import LayerShape, check_layer
 from kvstow.errors import UnsupportedModel
-from kvstow.integrations.mlx_lm import deferred, probe
+from kvstow.integrations.mlx_lm import deferred, hardness, probe
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
 from kvstow.integrations.report import AttachReport, LayerReport
 from kvstow.scheme import Affine, Off, Scheme, Turbo
@@ -70,14 +71,15 @@ def attach(model: Any, scheme: Scheme, fetch: str) -> AttachReport:
     Raises:
         UnsupportedModel: As there; the model is unchanged then.
     """
-    reasons = _decide(model, scheme)
-    indices = {i for i, reason in enumerate(reasons) if not reason}
+    layers, reasons = _decide(model, scheme)
+    indices = set(layers)
     path, why = _choose_fetch(model, scheme, fetch, indices)
-    layers = tuple(
+    reports = tuple(
         LayerReport(i, not reason, reason, "host" if reason else path)
         for i, reason in enumerate(reasons)
     )
-    report = AttachReport(scheme, path, why, layers)
+    warnings = hardness.advice(model, scheme, layers, partial(plain_caches, model))
+    report = AttachReport(scheme, path, why, reports, warnings)
     factory = CacheFactory(ref(model), report, _own_maker(model))
     restore(model, None if isinstance(scheme, Off) else factory)
     return report
@@ -158,15 +160,15 @@ def _new_cache(scheme: Scheme, fetch: str) -> Any:
     raise TypeError(f"no cache for {scheme!r}")
 
 
-def _decide(model: Any, scheme: Scheme) -> list[str]:
-    """Per cache, why it stays as it is; empty where the scheme applies.
+def _decide(model: Any, scheme: Scheme) -> tuple[dict[int, LayerShape], list[str]]:
+    """Shapes of the caches that the scheme applies to; per cache, why it stays as it is.
 
     Raises:
         UnsupportedModel: If the scheme cannot store a full-attention layer, or there is none.
     """
     caches = plain_caches(model)
     if isinstance(scheme, Off):
-        return ["the scheme is off"] * len(caches)
+        return {}, ["the scheme is off"] * len(caches)
     _refuse_mla(model, scheme)
     layers = probe.full_layers(model, caches)
     for layer in set(layers.values()):
@@ -176,7 +178,7 @@ def _decide(model: Any, scheme: Scheme) -> list[str]:
         raise UnsupportedModel(
             f"{scheme} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
         )
-    return reasons
+    return layers, reasons
 
 
 def _refuse_mla(model: Any, scheme: Scheme) -> None:
