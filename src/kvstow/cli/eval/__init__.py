@@ -11,6 +11,10 @@ from kvstow.cli.lazy import LazyGroup
 COMMANDS = {
     "kl": ("kvstow.cli.eval.kl", "KL of the next token against the unquantised model."),
     "ppl": ("kvstow.cli.eval.ppl", "Perplexity of texts read through the quantised cache."),
+    "profile": (
+        "kvstow.cli.eval.profile",
+        "Say how hard a model's keys are, layer by layer.",
+    ),
     "plot": ("kvstow.cli.eval.plot", "Draw rows of results as a figure, without a model."),
     "report": (
         "kvstow.cli.eval.report",

@@ -1,0 +1,154 @@
+"""``kvstow eval profile``: whether a model's keys survive 4 bits, and which layers do not."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvstow.cli import params as common
+from kvstow.cli.console import table_console
+from kvstow.cli.eval import kl, params
+from kvstow.cli.eval.context import check_context
+from kvstow.cli.eval.run import bench, chosen_texts, json_line
+from kvstow.cli.progress import Step
+from kvstow.evaluate.arms import Arm
+from kvstow.evaluate.rows import Row
+from kvstow.require import require
+from kvstow.scheme import Off
+
+SHOWN_LAYERS = 12
+
+
+def one_scheme(value: str) -> Arm:
+    """Read a scheme that quantises: its arms of one layer are what is measured."""
+    arm = params.arm(value)
+    if arm != Arm(arm.scheme) or isinstance(arm.scheme, Off):
+        raise click.BadParameter(f"expected a scheme that quantises, got {value!r}")
+    return arm
+
+
+@click.command()
+@common.model
+@params.texts(8)
+@click.option(
+    "--tokens",
+    "n_tokens",
+    type=click.IntRange(min=16),
+    default=160,
+    show_default=True,
+    help="Of each text.",
+)
+@click.option(
+    "--layers-kl",
+    "layers_kl",
+    type=one_scheme,
+    metavar="SCHEME",
+    help="Also measure, layer by layer, the KL when only that layer is under SCHEME: the last 32 "
+    "of the tokens are scored. turbo:k4v8 shows the layers that need more bits for keys.",
+)
+@params.text_files
+@params.sources
+@params.dtype
+@params.name
+@params.output
+@common.as_json
+def profile(
+    *,
+    model: str,
+    n_texts: int,
+    n_tokens: int,
+    layers_kl: Arm | None,
+    files: tuple[Path, ...],
+    sources: tuple[str, ...],
+    dtype: str,
+    name: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Say how hard a model's keys are, layer by layer.
+
+    A layer's hardness is the error of its keys at 4 bits over the distances between them.
+    Beyond the threshold of 0.5, schemes with fewer than 8 bits for keys are not for this model.
+    """
+    measure = require("kvstow.evaluate.profile")
+    window = _window(n_tokens) if layers_kl else None
+    check_context(model, "--tokens", n_tokens)
+    arms = [layers_kl] if layers_kl else []
+    show = json_line if as_json else lambda _: None
+    with bench(model, arms, dtype=dtype, output=output, name=name) as on:
+        texts = chosen_texts(files, sources)
+        n = min(n_texts, len(texts)) if files else n_texts
+        passages = require("kvstow.evaluate.texts").passages(on.tokenizer, texts, n_tokens, n=n)
+        about = {
+            "measure": "profile",
+            "window": {"n_tokens": n_tokens},
+            "texts": passages.about(),
+        }
+
+        def answer(_: Step) -> Row:
+            described: Row = measure.profile(on.model, passages).as_dict()
+            return described
+
+        (row,) = on.measure([(about, answer)], show=show)
+        if not as_json:
+            table_console().print(table(row))
+            click.echo(verdict(row))
+        if layers_kl:
+            of_layers = tuple(
+                replace(layers_kl, layer=layer["index"]) for layer in row["layers_profile"]
+            )
+            rows = on.measure(kl.questions(on, of_layers, passages, window), show=show)
+            if not as_json:
+                table_console().print(kl.table(rows))
+
+
+def table(row: Row) -> Table:
+    """The hardest layers, for people."""
+    layers = sorted(row["layers_profile"], key=lambda layer: -layer["hardness"])
+    n, total = row["layers"]
+    shown = Table(
+        title=f"Keys and values of {row['model']} in {row['dtype']}; {n} of {total} caches are "
+        f"full attention, the {min(n, SHOWN_LAYERS)} hardest first; n = "
+        f"{row['texts']['n_texts']} texts of {row['window']['n_tokens']} tokens"
+    )
+    for column in ("cache", "hardness", "error at 4 bits", "at 8 bits", "|K|", "|V|", "|K|/|V|"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for column in ("outliers", "K range", "V range"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for layer in layers[:SHOWN_LAYERS]:
+        shown.add_row(
+            str(layer["index"]),
+            f"{layer['hardness']:.2f}" + ("!" if layer["hardness"] > row["threshold"] else " "),
+            f"{layer['key_error_4bit']:.3f}",
+            f"{layer['key_error_8bit']:.4f}",
+            *(f"{layer[name]:.4g}" for name in ("key_norm", "value_norm", "ratio")),
+            f"{layer['outlier_channels']} of {layer['channels']}",
+            *(f"{layer[name]:.2f}" for name in ("key_group_range", "value_group_range")),
+        )
+    return shown
+
+
+def verdict(row: Row) -> str:
+    """What to do about it, one line."""
+    figures = f"hardness {row['hardness']:.2f}, the threshold is {row['threshold']}"
+    if not row["hard_keys"]:
+        return f"The keys are not hard ({figures}): 4 bits for keys cost what they do elsewhere."
+    hard = [x["index"] for x in row["layers_profile"] if x["hardness"] > row["threshold"]]
+    return (
+        f"The keys are hard ({figures}; caches {', '.join(map(str, hard))}): use 8 bits for keys, "
+        "for example turbo:k8v3. Rounding to 4 bits loses what tells one key from another."
+    )
+
+
+def _window(n_tokens: int) -> Any:
+    """The last steps of the same texts."""
+    measure = require("kvstow.evaluate.kl")
+    prefix = n_tokens - measure.STEPS - 1
+    if prefix < 1:
+        raise click.UsageError(
+            f"--layers-kl scores {measure.STEPS} tokens and needs --tokens "
+            f"{measure.STEPS + 2} or more, got {n_tokens}"
+        )
+    return measure.Window(prefix)
