@@ -15,6 +15,7 @@ COMMANDS = {
         "kvstow.cli.eval.profile",
         "Say how hard a model's keys are, layer by layer.",
     ),
+    "diff": ("kvstow.cli.eval.diff", "Show where the answers of two arms part."),
     "plot": ("kvstow.cli.eval.plot", "Draw rows of results as a figure, without a model."),
     "report": (
         "kvstow.cli.eval.report",
