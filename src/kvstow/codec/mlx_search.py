@@ -53,9 +53,11 @@ def _searched(
     levels = mx.take_along_axis(tables.levels, places[None], axis=1)
     levels = levels.reshape(MULTIPLES.size, *units.shape)
     fit = halving_sum(units * levels)
-    ratios = fit / halving_sum(levels * levels)
+    least_squares = fit / halving_sum(levels * levels)
+    unbiased = halving_sum(units * units) / fit
+    ratios = mx.minimum(unbiased, least_squares + least_squares)
     safe = (divisors >= SEARCHED[0]) & (divisors < SEARCHED[1])
-    best = mx.where(safe, mx.argmax(fit * ratios, axis=0), PARITY)
+    best = mx.where(safe, mx.argmax(fit * least_squares, axis=0), PARITY)
     fitted = mx.take_along_axis(ratios, best[None], axis=0)[0] * divisors
     at = places.reshape(units.shape) + best * tables.levels.shape[1]
     codes = mx.take_along_axis(tables.codes, at.reshape(-1), axis=0).reshape(units.shape)

@@ -2,8 +2,11 @@
 
 The root mean square is the right scale for infinitely many normal elements. A group
 has 32, and some multiple of it fits them better. `searched` codes a group against
-five multiples, fits a scale to each set of codes by least squares, and keeps what errs
-least. Nothing that a reader knows changes: centroids, layout and decoder are the same.
+five multiples and keeps the codes that point best the way the group does. The scale then
+makes what is read back as long as the group *along the group*: a least-squares scale is
+shorter, every token's value by about the same part, and attention adds up what all tokens
+have in common while the rest averages out. Nothing that a reader knows changes: centroids,
+layout and decoder are the same.
 
 Exact like the rest: float32 in the order written here, no fused multiply-add. Axes as in
 `reference`; callers silence numpy's warnings.
@@ -27,10 +30,13 @@ def searched(
     scales: Float16[np.ndarray, "*b g"],
     bits: int,
 ) -> tuple[UInt8[np.ndarray, "*b g 32"], Float16[np.ndarray, "*b g"]]:
-    """Codes and scales of the multiple with the least squared error; of two, the smaller.
+    """Codes at the least angle to their group, and the scale without a bias along it.
 
-    With `u` a unit and `c` its centroid, ``sum(u*c) / sum(c*c)`` is the best scale for
-    the codes, and the error falls short of ``sum(u*u)`` by ``sum(u*c)**2 / sum(c*c)``.
+    With `u` a unit and `c` its centroid, the cosine squared is ``sum(u*c)**2 / sum(c*c)``
+    over ``sum(u*u)``; of two equal ones the smaller multiple is taken. The scale is
+    ``sum(u*u) / sum(u*c)``, so that the group times what is read back is the group times
+    itself, but at most twice the least-squares scale ``sum(u*c) / sum(c*c)``: then no
+    group errs more than if zeros were read back.
 
     Args:
         units: Rotated values over their divisor.
@@ -41,9 +47,11 @@ def searched(
     codes = np.stack([count_below(units, edges) for edges in boundaries(bits)])
     levels = CENTROIDS[bits][codes]
     fit = halving_sum(units * levels)
-    ratios = fit / halving_sum(levels * levels)
+    least_squares = fit / halving_sum(levels * levels)
+    unbiased = halving_sum(units * units) / fit
+    ratios = np.minimum(unbiased, least_squares + least_squares)
     safe = (divisors >= SEARCHED[0]) & (divisors < SEARCHED[1])
-    best = np.where(safe, np.argmax(fit * ratios, axis=0), PARITY)[None]
+    best = np.where(safe, np.argmax(fit * least_squares, axis=0), PARITY)[None]
     codes = np.take_along_axis(codes, best[..., None], axis=0)[0]
     fitted = (divisors * np.take_along_axis(ratios, best, axis=0)[0]).astype(np.float16)
     return codes, np.where(safe, fitted, scales)

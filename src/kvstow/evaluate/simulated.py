@@ -83,11 +83,11 @@ def _paper(algorithm: TurboQuantMse | TurboQuantProd) -> Rounding:
 
 def _turbo(scheme: Turbo) -> Codec:
     def keys(x: mx.array) -> mx.array:
-        packed = codec.encode_keys(x, bits=scheme.key_bits, guard=True)
+        packed = codec.encode_keys(x, bits=scheme.key_bits, guard=True, refit=scheme.refit)
         return codec.decode_keys(packed, bits=scheme.key_bits, dtype=x.dtype)
 
     def values(x: mx.array) -> mx.array:
-        packed = codec.encode_values(x, bits=scheme.value_bits, guard=True)
+        packed = codec.encode_values(x, bits=scheme.value_bits, guard=True, search=scheme.search)
         return codec.decode_values(
             packed, bits=scheme.value_bits, head_dim=x.shape[-1], dtype=x.dtype
         )

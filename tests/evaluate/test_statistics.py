@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+
+from kvstow.evaluate.statistics import mean_interval, ratio_interval, summarise
+
+
+def test_an_interval_holds_the_true_mean_about_95_times_in_100(rng):
+    held = 0
+    for _ in range(200):
+        low, high = mean_interval(rng.exponential(size=24))
+        held += low <= 1 <= high
+    assert 170 <= held <= 199  # a percentile bootstrap of 24 skewed figures is a little short
+
+
+def test_paired_texts_give_a_ratio_a_tighter_interval_than_its_parts(rng):
+    baseline = rng.exponential(size=16)
+    low, high = ratio_interval(0.8 * baseline, baseline)
+    assert low == pytest.approx(0.8)
+    assert high == pytest.approx(0.8)
+    wide = mean_interval(baseline)
+    assert wide[1] / wide[0] > 1.5
+
+
+def test_intervals_are_the_same_every_time(rng):
+    figures = rng.exponential(size=16)
+    assert mean_interval(figures) == mean_interval(figures)
+
+
+def test_a_summary_weighs_texts_and_keeps_the_tail():
+    per_step = np.array([[0.0, 1.0], [2.0, 5.0]])  # (steps, texts)
+    summary = summarise(per_step)
+    assert summary["per_text_kl_nats"] == [1.0, 3.0]
+    assert summary["mean_kl_nats"] == 2.0
+    assert (summary["median_kl_nats"], summary["max_kl_nats"]) == (1.5, 5.0)
+    assert summary["interval_95"] == [1.0, 3.0]
