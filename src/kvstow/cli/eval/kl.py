@@ -71,8 +71,9 @@ def kl(
 ) -> None:
     """KL of the next token against the unquantised model.
 
-    Teacher-forced: every arm reads the same true tokens. The interval is a bootstrap over texts. Without arms of their own, controls are
-    measured too: off (exactly 0), mlx-lm's affine caches, keys only and values only.
+    Teacher-forced: every arm reads the same true tokens. The interval is a bootstrap
+    over texts. Without arms of their own, controls are measured too: off (exactly 0),
+    mlx-lm's affine caches, keys only and values only.
     """
     measure = require("kvstow.evaluate.kl")
     window = measure.Window(prefix, steps, build)
