@@ -11,6 +11,7 @@ from kvstow.cli.lazy import LazyGroup
 COMMANDS = {
     "kl": ("kvstow.cli.eval.kl", "KL of the next token against the unquantised model."),
     "ppl": ("kvstow.cli.eval.ppl", "Perplexity of texts read through the quantised cache."),
+    "needle": ("kvstow.cli.eval.needle", "Retrieval of a fact planted in a long text."),
     "profile": (
         "kvstow.cli.eval.profile",
         "Say how hard a model's keys are, layer by layer.",
