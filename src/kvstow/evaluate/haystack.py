@@ -2,9 +2,9 @@
 
 The fact is a sentence, ``The secret code of <city> is <number>.``, and the question its
 beginning, which the model completes. That serves a base model and an instruct model alike.
-A line before the text says what will matter: at 1024 tokens SmolLM2 found 10 facts of
-10 with it, and without it 4 of 5, all but the one that the text began with. Around the fact is text that has nothing to do with it, another part of
-it for each fact.
+A line before the text says what will matter: of five facts at 1024 tokens SmolLM2 found
+five with it and four without, where it missed the one that the text began with. Around
+the fact is text that has nothing to do with it, another part of it for each fact.
 
 All prompts of one length have exactly that many tokens, so they are rows of one batch
 without padding.
