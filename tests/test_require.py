@@ -15,6 +15,8 @@ def test_a_module_that_is_there_is_imported():
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
     with pytest.raises(kvstow.MissingDependency, match=r"needs nope: pip install 'kvstow\[mlx\]'"):
         require("nope.inner")
+    with pytest.raises(kvstow.MissingDependency, match=r"pip install 'kvstow\[eval\]'"):
+        require("nope.inner", extra="eval")
 
 
 def test_a_module_of_ours_names_the_package_that_it_lacks():

@@ -6,10 +6,12 @@ from typing import Any
 from kvstow.errors import MissingDependency
 
 
-def require(module: str) -> Any:
+def require(module: str, *, extra: str = "mlx") -> Any:
     """The module called `module`, imported now.
 
-    It may be one of kvstow's own that imports an optional dependency at its top.
+    Args:
+        module: It may be one of kvstow's own that imports an optional dependency at its top.
+        extra: The extra of kvstow that installs the dependency.
 
     Raises:
         MissingDependency: If it, or something that it imports, cannot be imported.
@@ -22,5 +24,5 @@ def require(module: str) -> Any:
         if package == __package__:  # a mistake in kvstow, which nothing installs away
             raise
         raise MissingDependency(
-            f"this needs {package}: pip install 'kvstow[mlx]' ({error})"
+            f"this needs {package}: pip install 'kvstow[{extra}]' ({error})"
         ) from error

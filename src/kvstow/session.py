@@ -62,6 +62,7 @@ class Summary:
             "scheme": str(self.report.scheme),
             "fetch": self.report.fetch,
             "layers": self.report.as_dict(),
+            "warnings": list(self.report.warnings),
             **run,
             "kv_tokens": self.kv.tokens,
             "kv_capacity_tokens": self.kv.capacity_tokens,

@@ -18,6 +18,7 @@ KEYS = {
     "scheme",
     "fetch",
     "layers",
+    "warnings",
     "prompt_tokens",
     "generation_tokens",
     "prompt_tokens_per_s",

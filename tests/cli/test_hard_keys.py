@@ -1,5 +1,6 @@
 """The program warns, in one line, of a scheme that a model's keys do not survive."""
 
+import json
 import warnings
 
 import numpy as np
@@ -29,6 +30,13 @@ def test_generate_warns_in_exactly_one_line_of_standard_error(cli, hard, options
     (line,) = warnings_of(cli(*ask, "--kv-quant", "turbo:k4v3"))
     assert line.startswith("warning: turbo:k4v3 may garble this model's text")
     assert "turbo:k8v3 keeps them, for 2 bits more per value" in line
+
+
+def test_json_holds_the_warning_too(cli, hard):
+    ask = ("generate", "--model", hard, "--prompt", "hi", "--max-tokens", 2, "--json")
+    (warning,) = json.loads(cli(*ask, "--kv-quant", "turbo:k4v3").stdout)["warnings"]
+    assert "turbo:k8v3 keeps them" in warning
+    assert json.loads(cli(*ask, "--kv-quant", "turbo:k8v3").stdout)["warnings"] == []
 
 
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "off"])

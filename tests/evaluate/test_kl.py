@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstow.errors import EvaluationError
+from kvstow.errors import EvaluationError, TextError
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.texts import Passages
 
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_deterministic_is_refused(reference, monkeypatch):
 
 
 def test_passages_shorter_than_the_window_are_refused(model):
-    with pytest.raises(EvaluationError, match="needs 18 tokens, the passages have 17"):
+    with pytest.raises(TextError, match="needs 18 tokens, the passages have 17"):
         kl.Reference(model, Passages(np.array(tiny.tokens(17)), ("a/1",)), WINDOW)
 
 
@@ -118,4 +118,4 @@ def test_a_row_is_finite_and_ready_for_json(reference):
     assert row["interval_95"][0] <= row["mean_kl_nats"] <= row["interval_95"][1]
     assert row["median_kl_nats"] <= row["p95_kl_nats"] <= row["p999_kl_nats"] <= row["max_kl_nats"]
     assert np.isfinite([row["rms_change_of_p"], row["change_of_log_ppl"]]).all()
-    assert reference.perplexity() > 1
+    assert reference.perplexity > 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstow.errors import EvaluationError
+from kvstow.errors import EvaluationError, TextError
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.texts import Passages, bundled
 from kvstow.evaluate.texts import passages as passages_of
@@ -114,7 +114,7 @@ def test_a_model_that_is_not_deterministic_is_refused(model, passages, monkeypat
 
 
 def test_passages_shorter_than_the_window_are_refused(model, passages):
-    with pytest.raises(EvaluationError, match="needs 41 tokens, the passages have 40"):
+    with pytest.raises(TextError, match="needs 41 tokens, the passages have 40"):
         perplexity.Reference(model, passages, perplexity.Window(41, 8))
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
 from kvstow.cli.console import say, table_console
-from kvstow.cli.refuse import check_fetch, refuse
+from kvstow.cli.refuse import check_context, check_fetch, refuse
 from kvstow.evaluate.environment import environment
 from kvstow.models import load, read_config
 from kvstow.require import require
@@ -70,7 +70,8 @@ def bench(
     check_fetch(fetch, schemes)
     config = read_config(model)
     measure = require("kvstow.evaluate.bench")
-    check_context(config.context_length, max(contexts), (1 + rounds) * measure.TURN_STEPS)
+    n_steps = (1 + rounds) * measure.TURN_STEPS
+    check_context(config.context_length, "--tokens", max(contexts), n_steps, "decode steps")
     refuse(config.config, schemes, fetch, dtype)
     blas = use_fast_blas()
     say(blas.notice)
@@ -97,19 +98,6 @@ def bench(
                 click.echo(line)
     if not as_json:
         table_console().print(table(rows))
-
-
-def check_context(limit: int | None, tokens: int, n_steps: int) -> None:
-    """Refuse a context that the model was not made for.
-
-    Raises:
-        click.UsageError: If `tokens` and the decode steps that follow do not fit.
-    """
-    if limit is not None and tokens + n_steps > limit:
-        raise click.UsageError(
-            f"--tokens {tokens} and {n_steps} decode steps do not fit "
-            f"in the model's context of {limit} tokens"
-        )
 
 
 def table(rows: list[Any]) -> Table:

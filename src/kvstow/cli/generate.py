@@ -30,19 +30,10 @@ LONG_PROMPT_TOKENS = 512
 @params.model
 @params.kv_quant
 @params.fetch
-@click.option("--prompt", "-p", help="The prompt; - reads it from standard input.")
-@click.option(
-    "--prompt-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A UTF-8 text file that holds the prompt.",
-)
+@params.prompt
+@params.prompt_file
 @click.option("--system-prompt", help="The system turn of the chat template.")
-@click.option(
-    "--chat-template/--no-chat-template",
-    default=True,
-    show_default=True,
-    help="Whether the prompt is wrapped as a chat turn, where the tokenizer can.",
-)
+@params.chat_template
 @click.option(
     "--max-tokens",
     "-m",

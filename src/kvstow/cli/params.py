@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -76,6 +77,18 @@ model = click.option(
     default="smollm2",
     show_default=True,
     help="smollm2 (the demo model), a GGUF file, a directory that mlx-lm can load, or a hub id.",
+)
+prompt = click.option("--prompt", "-p", help="The prompt; - reads it from standard input.")
+prompt_file = click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A UTF-8 text file that holds the prompt.",
+)
+chat_template = click.option(
+    "--chat-template/--no-chat-template",
+    default=True,
+    show_default=True,
+    help="Whether the prompt is wrapped as a chat turn, where the tokenizer can.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 fetch = click.option(

@@ -23,6 +23,26 @@ def check_fetch(fetch: Fetch, schemes: Sequence[Scheme]) -> None:
         raise click.UsageError(f"--fetch {fetch} needs a turbo scheme, got --kv-quant {got}")
 
 
+def check_context(
+    limit: int | None, option: str, tokens: int, more: int = 0, what: str = ""
+) -> None:
+    """Refuse more tokens than a model was made for.
+
+    Args:
+        limit: The model's context, where its config says.
+        option: The flag that asked for them.
+        tokens: Its value.
+        more: Tokens that follow those.
+        what: Their name.
+
+    Raises:
+        click.UsageError: If they do not fit.
+    """
+    if limit is not None and tokens + more > limit:
+        asked = f"{option} {tokens}" + (f" and {more} {what} do" if more else " does")
+        raise click.UsageError(f"{asked} not fit in the model's context of {limit} tokens")
+
+
 def refuse(
     config: Mapping[str, Any], schemes: Sequence[Scheme], fetch: Fetch, dtype: str | None
 ) -> None:

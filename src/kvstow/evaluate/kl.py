@@ -17,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvstow.errors import EvaluationError
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.harness import Running, check_control, feed, running, settle
 from kvstow.evaluate.statistics import digits, summarise
@@ -89,19 +88,14 @@ class Reference:
         window: What is scored.
 
     Raises:
-        EvaluationError: If the passages are shorter than the window.
+        TextError: If the passages are shorter than the window.
     """
 
     def __init__(self, model: Any, passages: Passages, window: Window) -> None:
-        if passages.tokens.shape[1] < window.n_tokens:
-            raise EvaluationError(
-                f"the window needs {window.n_tokens} tokens, "
-                f"the passages have {passages.tokens.shape[1]}"
-            )
         self.model = model
         self.window = window
-        self.prefix = passages.tokens[:, : window.prefix_tokens]
-        following = passages.tokens[:, window.prefix_tokens : window.n_tokens]
+        tokens = passages.first(window.n_tokens)
+        self.prefix, following = np.split(tokens, [window.prefix_tokens], axis=1)
         self.fed, self.true = following[:, :-1], following[:, 1:]
 
     def score(self, arm: Arm, *, on_step: OnStep = lambda *_: None) -> Scores:
@@ -124,6 +118,7 @@ class Reference:
         check_control(arm, scores.kl_nats)
         return scores
 
+    @cached_property
     def perplexity(self) -> float:
         """Of the reference on the scored tokens."""
         nats = [_nats(logits, true) for logits, true in zip(self._logits, self.true.T, strict=True)]

@@ -104,18 +104,13 @@ class Reference:
         window: What is read and scored.
 
     Raises:
-        EvaluationError: If the passages are shorter than the window.
+        TextError: If the passages are shorter than the window.
     """
 
     def __init__(self, model: Any, passages: Passages, window: Window) -> None:
-        if passages.tokens.shape[1] < window.n_tokens:
-            raise EvaluationError(
-                f"the window needs {window.n_tokens} tokens, "
-                f"the passages have {passages.tokens.shape[1]}"
-            )
         self.model = model
         self.window = window
-        self.tokens = passages.tokens[:, : window.n_tokens]
+        self.tokens = passages.first(window.n_tokens)
 
     def score(self, arm: Arm, *, on_step: OnStep = lambda *_: None) -> Scores:
         """Run one arm.

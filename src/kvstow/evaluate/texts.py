@@ -42,6 +42,18 @@ class Passages:
     tokens: np.ndarray
     names: tuple[str, ...]
 
+    def first(self, n_tokens: int) -> np.ndarray:
+        """The first `n_tokens` of every row.
+
+        Raises:
+            TextError: If the rows are shorter.
+        """
+        if self.tokens.shape[1] < n_tokens:
+            raise TextError(
+                f"the window needs {n_tokens} tokens, the passages have {self.tokens.shape[1]}"
+            )
+        return self.tokens[:, :n_tokens]
+
     def about(self) -> dict[str, Any]:
         """What a row of results says of its texts; equal digests are equal tokens."""
         sources = [name.partition("/")[0] for name in self.names]

@@ -31,18 +31,9 @@ def two_arms(_: Any, __: Any, arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
 
 @click.command()
 @common.model
-@click.option("--prompt", "-p", help="The prompt; - reads it from standard input.")
-@click.option(
-    "--prompt-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A UTF-8 text file that holds the prompt.",
-)
-@click.option(
-    "--chat-template/--no-chat-template",
-    default=True,
-    show_default=True,
-    help="Whether the prompt is wrapped as a chat turn, where the tokenizer can.",
-)
+@common.prompt
+@common.prompt_file
+@common.chat_template
 @click.option(
     "--arm",
     "arms",

@@ -10,10 +10,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_passages, json_line
 from kvstow.cli.progress import Step
+from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.models import read_config
 from kvstow.require import require
 
 DEFAULT_ARMS = (
@@ -25,7 +27,7 @@ DEFAULT_ARMS = (
 @click.command()
 @common.model
 @params.arms(DEFAULT_ARMS)
-@params.texts(16)
+@params.texts
 @params.text_files
 @params.sources
 @click.option(
@@ -58,7 +60,7 @@ def kl(
     *,
     model: str,
     arms: tuple[Arm, ...],
-    n_texts: int,
+    n_texts: int | None,
     files: tuple[Path, ...],
     sources: tuple[str, ...],
     prefix: int,
@@ -77,10 +79,10 @@ def kl(
     """
     measure = require("kvstow.evaluate.kl")
     window = measure.Window(prefix, steps, build)
+    check_context(read_config(model).context_length, "--prefix", prefix, steps, "steps")
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        texts = chosen_texts(files, sources)
-        passages = require("kvstow.evaluate.texts").passages(
-            on.tokenizer, texts, window.n_tokens, n=min(n_texts, len(texts)) if files else n_texts
+        passages = chosen_passages(
+            on.tokenizer, window.n_tokens, n_texts=n_texts, files=files, sources=sources
         )
         rows = on.measure(
             questions(on, arms, passages, window), show=json_line if as_json else lambda _: None
@@ -97,7 +99,7 @@ def questions(on: Bench, arms: tuple[Arm, ...], passages: Any, window: Any) -> l
 
     def answer(arm: Arm, step: Step) -> Row:
         scores: Row = reference.score(arm, on_step=step).as_dict()
-        return {**scores, "reference_ppl": round(reference.perplexity(), 4)}
+        return {**scores, "reference_ppl": round(reference.perplexity, 4)}
 
     return [({**about, "arm": str(arm)}, partial(answer, arm)) for arm in arms]
 

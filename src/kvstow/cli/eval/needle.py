@@ -12,12 +12,13 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.context import check_context
 from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
 from kvstow.cli.progress import Step
+from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
 from kvstow.evaluate.texts import Text
+from kvstow.models import read_config
 from kvstow.require import require
 
 DEFAULT_ARMS = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3")
@@ -99,7 +100,8 @@ def needle(
     window = measure.Window(
         tuple(sorted(set(lengths))), chosen_depths(depths, n_depths), per_cell, prefix_hit, chunk
     )
-    check_context(model, "--length", max(lengths), measure.ANSWER_TOKENS)
+    limit = read_config(model).context_length
+    check_context(limit, "--length", max(lengths), measure.ANSWER_TOKENS, "tokens of an answer")
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
         texts = chosen_texts(files, ["moby-dick"])
         rows = on.measure(

@@ -31,18 +31,12 @@ def arms(default: Sequence[str]) -> Callable[[Any], Any]:
     )
 
 
-def texts(n: int) -> Callable[[Any], Any]:
-    """Make ``--texts``, how many of them."""
-    return click.option(
-        "--texts",
-        "n_texts",
-        type=click.IntRange(min=1),
-        default=n,
-        show_default=True,
-        help="How many texts, taken from the sources in turn.",
-    )
-
-
+texts = click.option(
+    "--texts",
+    "n_texts",
+    type=click.IntRange(min=1),
+    help="How many texts.  [default: every --text, or 16 of the sources, taken in turn]",
+)
 text_files = click.option(
     "--text",
     "files",

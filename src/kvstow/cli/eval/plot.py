@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from kvstow.cli.eval import results
-from kvstow.evaluate.extra import require_extra
 from kvstow.evaluate.selection import KINDS
+from kvstow.require import require
 
 
 @click.command()
@@ -35,4 +35,4 @@ def plot(*, files: tuple[Path, ...], kind: str, output: Path) -> None:
     kvstow[eval].
     """
     rows = results.read(files)
-    require_extra("kvstow.evaluate.plot").plot(rows, kind, output)
+    require("kvstow.evaluate.plot", extra="eval").plot(rows, kind, output)

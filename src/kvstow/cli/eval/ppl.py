@@ -10,11 +10,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.context import check_context
-from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_passages, json_line
 from kvstow.cli.progress import Step
+from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.models import read_config
 from kvstow.require import require
 
 DEFAULT_ARMS = ("off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turbo:k8v3")
@@ -23,7 +24,7 @@ DEFAULT_ARMS = ("off", "affine:8", "affine:4", "turbo:k8v8", "turbo:k8v4", "turb
 @click.command()
 @common.model
 @params.arms(DEFAULT_ARMS)
-@params.texts(16)
+@params.texts
 @params.text_files
 @params.sources
 @click.option(
@@ -49,7 +50,7 @@ def ppl(
     *,
     model: str,
     arms: tuple[Arm, ...],
-    n_texts: int,
+    n_texts: int | None,
     files: tuple[Path, ...],
     sources: tuple[str, ...],
     tokens: int,
@@ -67,11 +68,10 @@ def ppl(
     """
     measure = require("kvstow.evaluate.perplexity")
     window = measure.Window(tokens, chunk)
-    check_context(model, "--tokens", tokens)
+    check_context(read_config(model).context_length, "--tokens", tokens)
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        texts = chosen_texts(files, sources)
-        passages = require("kvstow.evaluate.texts").passages(
-            on.tokenizer, texts, window.n_tokens, n=min(n_texts, len(texts)) if files else n_texts
+        passages = chosen_passages(
+            on.tokenizer, window.n_tokens, n_texts=n_texts, files=files, sources=sources
         )
         rows = on.measure(
             questions(on, arms, passages, window), show=json_line if as_json else lambda _: None

@@ -10,11 +10,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import kl, params
-from kvstow.cli.eval.context import check_context
-from kvstow.cli.eval.run import bench, chosen_texts, json_line
+from kvstow.cli.eval.run import bench, chosen_passages, json_line
 from kvstow.cli.progress import Step
+from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.models import read_config
 from kvstow.require import require
 from kvstow.scheme import Off
 
@@ -31,7 +32,7 @@ def one_scheme(value: str) -> Arm:
 
 @click.command()
 @common.model
-@params.texts(8)
+@params.texts
 @click.option(
     "--tokens",
     "n_tokens",
@@ -57,7 +58,7 @@ def one_scheme(value: str) -> Arm:
 def profile(
     *,
     model: str,
-    n_texts: int,
+    n_texts: int | None,
     n_tokens: int,
     layers_kl: Arm | None,
     files: tuple[Path, ...],
@@ -74,13 +75,13 @@ def profile(
     """
     measure = require("kvstow.evaluate.profile")
     window = _window(n_tokens) if layers_kl else None
-    check_context(model, "--tokens", n_tokens)
+    check_context(read_config(model).context_length, "--tokens", n_tokens)
     arms = [layers_kl] if layers_kl else []
     show = json_line if as_json else lambda _: None
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        texts = chosen_texts(files, sources)
-        n = min(n_texts, len(texts)) if files else n_texts
-        passages = require("kvstow.evaluate.texts").passages(on.tokenizer, texts, n_tokens, n=n)
+        passages = chosen_passages(
+            on.tokenizer, n_tokens, n_texts=n_texts, files=files, sources=sources
+        )
         about = {
             "measure": "profile",
             "window": {"n_tokens": n_tokens},

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from kvstow.cli.eval import results
-from kvstow.evaluate.extra import require_extra
+from kvstow.require import require
 
 
 @click.command()
@@ -24,4 +24,4 @@ def report(*, files: tuple[Path, ...], output: Path) -> None:
     dtypes and texts get tables and figures of their own. Needs the extra kvstow[eval].
     """
     rows = results.read(files)
-    require_extra("kvstow.evaluate.report").write_report(rows, output)
+    require("kvstow.evaluate.report", extra="eval").write_report(rows, output)

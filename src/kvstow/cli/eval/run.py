@@ -17,8 +17,10 @@ from kvstow.cli.refuse import refuse
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.environment import environment
 from kvstow.evaluate.rows import ResultFile, Row
-from kvstow.evaluate.texts import Text, bundled, read_files
+from kvstow.evaluate.texts import Passages, Text, bundled, passages, read_files
 from kvstow.models import load, read_config
+
+N_TEXTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,23 @@ def bench(
         kept = f"; what was measured is in {output}" if output else ""
         say(f"interrupted{kept}")
         raise
+
+
+def chosen_passages(
+    tokenizer: Any,
+    n_tokens: int,
+    *,
+    n_texts: int | None,
+    files: Sequence[Path],
+    sources: Sequence[str],
+) -> Passages:
+    """What the options of texts ask for, `n_tokens` of each: all files unless fewer are asked for.
+
+    Raises:
+        TextError: If there are fewer texts, or one is shorter.
+    """
+    n = n_texts or len(files) or N_TEXTS
+    return passages(tokenizer, chosen_texts(files, sources), n_tokens, n=n)
 
 
 def chosen_texts(files: Sequence[Path], sources: Sequence[str]) -> list[Text]:

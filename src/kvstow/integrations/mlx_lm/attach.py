@@ -217,9 +217,8 @@ def _choose_fetch(model: Any, scheme: Scheme, fetch: str, indices: set[int]) -> 
         if not isinstance(scheme, Off):
             _check_runs(model, scheme, "host", indices)
         return "host", ""
-    bare = Turbo(
-        scheme.key_bits, scheme.value_bits
-    )  # no option changes what is probed, some delay it
+    # No option changes what is probed, and some delay it.
+    bare = Turbo(scheme.key_bits, scheme.value_bits)
     why = ""
     if fetch != "eager":
         caches = _under(bare, "deferred", indices, plain_caches(model))
