@@ -1,11 +1,11 @@
 """An attached model and its tokenizer to a stream of text, and the numbers of that run.
 
 Each `Session.generate` is one `Run` with a fresh cache through mlx-lm's own
-`stream_generate`.
+`stream_generate`, speculative if the session has a `Draft`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from kvstow.capacity import PREFILL_TOKENS
-from kvstow.errors import PromptError
-from kvstow.integrations import AttachReport, KVUsage, usage
+from kvstow.errors import PromptError, UnsupportedModel
+from kvstow.integrations import AttachReport
 from kvstow.integrations.mlx_lm.probe import text_args
+from kvstow.integrations.mlx_lm.speculative import CachePair, why_untrimmable
+from kvstow.run import Drafting, Run, Summary
+
+__all__ = ["Draft", "Run", "Sampling", "Session", "Summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,80 +43,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What one run did. Rates are tokens per second; memory is mlx's own peak, weights included.
+class Draft:
+    """The draft model of speculative decoding.
 
-    The first token counts to the prompt, so the rate of a run of one token is 0.
+    Attributes:
+        model: An mlx-lm model, attached, with the vocabulary of the session's.
+        report: What `kvstow.attach` said of it.
+        num_draft_tokens: How many tokens it proposes at a time.
     """
 
+    model: Any
     report: AttachReport
-    kv: KVUsage
-    prompt_tokens: int
-    generation_tokens: int
-    prompt_tokens_per_s: float
-    generation_tokens_per_s: float
-    peak_memory_bytes: int
-    finish_reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields of ``kvstow generate --json``, all but the text."""
-        run = asdict(self)
-        del run["report"], run["kv"]
-        return {
-            "scheme": str(self.report.scheme),
-            "fetch": self.report.fetch,
-            "layers": self.report.as_dict(),
-            "warnings": list(self.report.warnings),
-            **run,
-            "kv_tokens": self.kv.tokens,
-            "kv_capacity_tokens": self.kv.capacity_tokens,
-            "kv_bytes": self.kv.kv_bytes,
-            "kv_bytes_bf16": self.kv.kv_bytes_bf16,
-            "kv_nonfinite_groups": self.kv.nonfinite_groups,
-        }
-
-
-def _rate(last: Any) -> float:
-    """Tokens per second after the first, whose time is the prompt's; mlx-lm counts it in."""
-    n: int = last.generation_tokens
-    return float(last.generation_tps * (n - 1) / n)
-
-
-class Run:
-    """One run of a session: iterate over it for pieces of text, then ask for the `summary`."""
-
-    def __init__(self, responses: Iterator[Any], report: AttachReport, cache: list[Any]) -> None:
-        self._responses = responses
-        self._report = report
-        self._cache = cache
-        self._last: Any = None
-
-    def __iter__(self) -> Iterator[str]:
-        """The text as it comes."""
-        for response in self._responses:
-            self._last = response
-            if response.text:
-                yield response.text
-
-    def summary(self) -> Summary:
-        """What was done up to the last piece that was taken.
-
-        Raises:
-            RuntimeError: If none was.
-        """
-        last = self._last
-        if last is None:
-            raise RuntimeError("nothing was generated yet: iterate over the run first")
-        return Summary(
-            report=self._report,
-            kv=usage(self._cache),
-            prompt_tokens=last.prompt_tokens,
-            generation_tokens=last.generation_tokens,
-            prompt_tokens_per_s=round(last.prompt_tps, 2),
-            generation_tokens_per_s=round(_rate(last), 2),
-            peak_memory_bytes=int(mx.get_peak_memory()),
-            finish_reason=last.finish_reason,
-        )
+    num_draft_tokens: int
 
 
 class Session:
@@ -123,6 +65,7 @@ class Session:
         tokenizer: The tokenizer that mlx-lm loaded with it.
         report: What `kvstow.attach` said of it.
         context_tokens: The longest context that the model's config allows, where it says.
+        draft: For speculative decoding.
     """
 
     def __init__(
@@ -132,11 +75,13 @@ class Session:
         report: AttachReport,
         *,
         context_tokens: int | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.report = report
         self.context_tokens = context_tokens
+        self.draft = draft
 
     def encode(
         self, prompt: str, *, system_prompt: str | None = None, chat_template: bool = True
@@ -170,10 +115,13 @@ class Session:
             tokens: The prompt, from `encode`.
             max_tokens: Most tokens to generate; fewer where the model's context ends.
             sampling: How to draw them; the most likely ones if None.
-            on_prefill: Called with the prompt tokens processed so far and in all.
+            on_prefill: Called with the prompt tokens processed so far and in all; mlx-lm
+                never calls it when there is a draft.
 
         Raises:
             PromptError: If the prompt is empty or leaves no room in the model's context.
+            UnsupportedModel: If there is a draft, and so many tokens fill a sliding window,
+                from which no rejected token could be taken back.
             ValueError: If `max_tokens` is not positive.
         """
         if max_tokens < 1:
@@ -186,6 +134,7 @@ class Session:
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
         cache = make_prompt_cache(self.model)
+        drafting, options = self._drafting(cache, len(tokens), max_tokens)
         mx.reset_peak_memory()
         responses = stream_generate(
             self.model,
@@ -193,11 +142,36 @@ class Session:
             tokens,
             max_tokens=max_tokens,
             sampler=make_sampler(sampling.temp, sampling.top_p, sampling.min_p, 1, top_k),
-            prompt_cache=cache,
             prefill_step_size=PREFILL_TOKENS,
             prompt_progress_callback=on_prefill,
+            **options,
         )
-        return Run(responses, self.report, cache)
+        return Run(responses, self.report, cache, drafting)
+
+    def _drafting(
+        self, cache: list[Any], n_prompt: int, max_tokens: int
+    ) -> tuple[Drafting | None, dict[str, Any]]:
+        """The draft model's part of a run, and the options of mlx-lm that say so.
+
+        Raises:
+            UnsupportedModel: If a cache cannot forget rejected tokens.
+        """
+        draft = self.draft
+        if draft is None:
+            return None, {"prompt_cache": cache}
+        for name, model in (("model", self.model), ("draft model", draft.model)):
+            if why := why_untrimmable(model, n_prompt + max_tokens):
+                raise UnsupportedModel(
+                    f"the {name} cannot decode speculatively a prompt of {n_prompt} tokens and "
+                    f"{max_tokens} more: {why}"
+                )
+        caches = CachePair(cache, make_prompt_cache(draft.model))
+        part = Drafting(draft.report, caches.draft, draft.num_draft_tokens, max_tokens)
+        return part, {
+            "prompt_cache": caches,
+            "draft_model": draft.model,
+            "num_draft_tokens": draft.num_draft_tokens,
+        }
 
     @property
     def _vocabulary(self) -> int:

@@ -37,6 +37,8 @@ def tiny(tmp_path_factory):
         truncated=truncated,
         untemplated=gguf_writer(folder, chat_template="")("qwen3"),
         foreign=write(named="mamba"),
+        other=write(seed=1),
+        gemma3=write("gemma3"),
         cache=folder / "cache",
     )
 
@@ -68,7 +70,7 @@ def refused(cli):
 @pytest.fixture
 def no_load(monkeypatch):
     """Fail where weights would be loaded or converted."""
-    for command in ("generate", "bench"):
+    for command in ("generate", "bench", "draft"):
         module = pytest.importorskip(f"kvstow.cli.{command}")
         monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("weights are loaded"))
 
@@ -78,8 +80,10 @@ def directory(tmp_path):
     """Make a directory with the config of a tiny llama, and weights that nothing can load."""
 
     def make(**more):
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
-        (tmp_path / "model.safetensors").write_bytes(b"weights")
-        return tmp_path
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA | more))
+        (folder / "model.safetensors").write_bytes(b"weights")
+        return folder
 
     return make

@@ -30,6 +30,7 @@ KEYS = {
     "kv_bytes_bf16",
     "kv_nonfinite_groups",
     "peak_memory_bytes",
+    "draft",
 }
 
 
@@ -81,6 +82,7 @@ def test_json_is_one_object_with_the_documented_keys(generate):
     assert report["prompt_tokens_per_s"] > 0
     assert report["generation_tokens_per_s"] > 0
     assert report["peak_memory_bytes"] > report["kv_bytes"]
+    assert report["draft"] is None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

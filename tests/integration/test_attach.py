@@ -665,23 +665,6 @@ def test_kv_bits_of_mlx_lm_leaves_packed_caches_alone():
 
 
 @pytest.mark.parametrize("fetch", ["eager", "deferred"])
-@pytest.mark.parametrize("scheme", ["turbo:k8v3+stored", "turbo:k4v2+stored"])
-def test_speculative_decoding_gives_the_tokens_of_plain_decoding(fetch, scheme):
-    model, draft = build("llama"), build("llama", seed=0)
-    # The draft is the model itself, unquantised: some drafts are accepted and some are not.
-    with replies(model, scheme, fetch) as reply:
-        wanted = reply(max_tokens=40)
-        steps = list(
-            generation.speculative_generate_step(
-                tokens(20)[0], model, draft, num_draft_tokens=4, max_tokens=40
-            )
-        )
-    assert [int(token) for token, *_ in steps] == wanted
-    accepted = sum(from_draft for *_, from_draft in steps)
-    assert 0 < accepted < 40
-
-
-@pytest.mark.parametrize("fetch", ["eager", "deferred"])
 def test_a_prompt_cache_that_was_trimmed_back_continues_as_it_did(fetch):
     model = build("llama")
     kvstow.attach(model, "turbo", fetch=fetch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstow.blas import use_fast_blas
+from kvstow.cli import draft as drafting
 from kvstow.cli import params
 from kvstow.cli.console import say
 from kvstow.cli.progress import progress_bar
@@ -60,6 +61,7 @@ LONG_PROMPT_TOKENS = 512
     help="Least probability relative to the most likely token's.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Of the random generator.")
+@drafting.options
 @params.dtype
 @params.as_json
 def generate(
@@ -72,6 +74,8 @@ def generate(
     system_prompt: str | None,
     chat_template: bool,
     max_tokens: int,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
     dtype: str | None,
     as_json: bool,
     **sampling: Any,
@@ -84,17 +88,25 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
     check_fetch(fetch, [kv_quant])
+    drafting.check_options(draft_model, num_draft_tokens)
     if system_prompt is not None and not chat_template:
         raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
     config = read_config(model)
     refuse(config.config, [kv_quant], fetch, dtype)
+    if draft_model is not None:
+        drafting.refuse_draft(config, draft_model, (kv_quant, fetch, dtype))
     say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)
     runs = require("kvstow.session")
-    with attached(loaded, kv_quant, fetch=fetch) as report:
+    with (
+        attached(loaded, kv_quant, fetch=fetch) as report,
+        drafting.loaded_draft(
+            draft_model, num_draft_tokens, tokenizer, (kv_quant, fetch, dtype)
+        ) as draft,
+    ):
         session: Session = runs.Session(
-            loaded, tokenizer, report, context_tokens=config.context_length
+            loaded, tokenizer, report, context_tokens=config.context_length, draft=draft
         )
         tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
         run, answer = _stream(
@@ -163,6 +175,14 @@ def describe(summary: "Summary") -> str:
     ]
     if kv.compression_ratio < 1:
         lines.append("            (what is not quantised has the model's own, wider dtype)")
+    if (draft := summary.draft) is not None:
+        lines += [
+            f"draft       {draft.report}",
+            f"            {draft.acceptance_rate:.0%} of {draft.proposed_tokens} proposed tokens "
+            f"accepted, {draft.num_draft_tokens} at a time",
+            f"            {draft.kv.kv_bytes:,} bytes of KV cache; bf16 would take "
+            f"{draft.kv.kv_bytes_bf16:,}: {draft.kv.compression_ratio:.2f}x",
+        ]
     if kv.nonfinite_groups:
         lines.append(f"warning     {kv.nonfinite_groups} groups of NaN or inf from the model")
     return "\n".join(lines)
@@ -176,7 +196,8 @@ def _stream(
     *,
     echo: bool,
 ) -> tuple["Run", str]:
-    with progress_bar("prompt", shown=len(tokens) >= LONG_PROMPT_TOKENS) as step:
+    shown = len(tokens) >= LONG_PROMPT_TOKENS and session.draft is None
+    with progress_bar("prompt", shown=shown) as step:
         run = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, on_prefill=step)
         text = iter(run)
         first = next(text, "")
