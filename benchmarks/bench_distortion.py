@@ -69,7 +69,7 @@ def measure() -> list[dict[str, Any]]:
         rows.append(rows_of("values+search", bits, [searched] * N_SEEDS))
     for bits in KEY_BITS:
         rows.append(rows_of("keys", bits, [Keys(bits, HEAD_DIM)] * N_SEEDS))
-        rows.append(rows_of("keys+refit", bits, [Keys(bits, HEAD_DIM, refit=True)] * N_SEEDS))
+        rows.append(rows_of("keys+search", bits, [Keys(bits, HEAD_DIM, search=True)] * N_SEEDS))
     return rows
 
 

@@ -29,17 +29,12 @@ from kvstow.evaluate.environment import environment  # noqa: E402
 from kvstow.scheme import KEY_BITS, VALUE_BITS, Turbo  # noqa: E402
 
 SHAPES = ((3, 2048, 64), (8, 512, 128), (3, 1, 64), (8, 1, 128))  # KV heads, tokens, head_dim
-OPTIONS: tuple[dict[str, bool], ...] = (
-    {},
-    {"search": True},
-    {"refit": True},
-    {"search": True, "refit": True},
-)
+OPTIONS: tuple[dict[str, bool], ...] = ({}, {"search": True})
 
 
 def encode(module: Any, keys: Any, values: Any, scheme: Turbo) -> Any:
     return (
-        module.encode_keys(keys, bits=scheme.key_bits, guard=True, refit=scheme.refit),
+        module.encode_keys(keys, bits=scheme.key_bits, guard=True, search=scheme.search),
         module.encode_values(values, bits=scheme.value_bits, guard=True, search=scheme.search),
     )
 

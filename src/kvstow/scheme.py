@@ -8,10 +8,10 @@ configures quantisation::
     affine:<4|8>[g<32|64>]                mlx-lm's QuantizedKVCache; g64 unless said
     turbo[:k<2|4|5|8>v<2|3|4|5|8>][+option...]   TurboQuant KV; bare turbo is turbo:k8v3
 
-Options of turbo, sorted: ``+refit`` (keys: scale and zero are fitted to the codes),
-``+search`` (values: the best of five scales), ``+start<N>`` (a row stays plain until
-it holds N tokens), ``+stored`` (even the first append attends to what is stored).
-None changes the format or the bytes of a token; the first two only cost time to encode.
+Options of turbo, sorted: ``+search`` (each group takes the best of several grids),
+``+start<N>`` (a row stays plain until it holds N tokens), ``+stored`` (even the first
+append attends to what is stored). None changes the format or the bytes of a token;
+``+search`` only costs time to encode.
 """
 
 import re
@@ -31,14 +31,14 @@ SCALE_BYTES = 2  # float16
 
 GRAMMAR = (
     "off | affine:<4|8>[g<32|64>] | "
-    "turbo[:k<2|4|5|8>v<2|3|4|5|8>][+refit][+search][+start<N>][+stored], "
+    "turbo[:k<2|4|5|8>v<2|3|4|5|8>][+search][+start<N>][+stored], "
     "for example turbo:k8v3"
 )
 _AFFINE = re.compile(r"affine:(?P<bits>\d{1,9})(?:g(?P<group>\d{1,9}))?", re.ASCII)
 _TURBO = re.compile(
     r"turbo(?::k(?P<k>\d{1,9})v(?P<v>\d{1,9}))?(?P<options>(?:\+[a-z]+\d*)*)", re.ASCII
 )
-_FLAGS = ("refit", "search", "stored")  # options without a number, named as their fields
+_FLAGS = ("search", "stored")  # options without a number, named as their fields
 _START = re.compile(r"start(?P<tokens>[1-9]\d{0,11})", re.ASCII)
 
 
@@ -53,7 +53,7 @@ class Scheme:
         """Read a scheme in the grammar above; None is ``off``, a `Scheme` is returned as it is.
 
         >>> Scheme.parse("turbo")
-        Turbo(key_bits=8, value_bits=3, start_tokens=None, stored=False, search=False, refit=False)
+        Turbo(key_bits=8, value_bits=3, start_tokens=None, stored=False, search=False)
         >>> str(Scheme.parse("affine:8g64"))
         'affine:8'
 
@@ -162,8 +162,7 @@ class Turbo(Scheme):
         value_bits: Bits per value element, one of `VALUE_BITS`.
         start_tokens: A row stays plain until it holds this many tokens; None: from the first.
         stored: Whether even the first append attends to what is stored.
-        search: Whether value scales are searched, see `codec.search`.
-        refit: Whether key scales and zeros are fitted, see `codec.affine`.
+        search: Whether each group takes the best of several grids, see `codec.search`.
 
     Raises:
         SchemeError: If a width is not in its table, or `start_tokens` is not positive.
@@ -174,7 +173,6 @@ class Turbo(Scheme):
     start_tokens: int | None = None
     stored: bool = False
     search: bool = False
-    refit: bool = False
 
     def __post_init__(self) -> None:
         _check_in("key bits", self.key_bits, KEY_BITS)
@@ -185,10 +183,7 @@ class Turbo(Scheme):
     def __str__(self) -> str:
         start = "" if self.start_tokens is None else f"+start{self.start_tokens}"
         flags = {name: f"+{name}" if getattr(self, name) else "" for name in _FLAGS}
-        return (
-            f"turbo:k{self.key_bits}v{self.value_bits}"
-            f"{flags['refit']}{flags['search']}{start}{flags['stored']}"
-        )
+        return f"turbo:k{self.key_bits}v{self.value_bits}{flags['search']}{start}{flags['stored']}"
 
     def check_head_dim(self, head_dim: int) -> None:
         """See `Scheme.check_head_dim`.

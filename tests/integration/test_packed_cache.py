@@ -63,7 +63,7 @@ def cut(tokens, start, end):
 def encode(tokens, scheme):
     """The five planes of the definition."""
     return (
-        *codec.encode_keys(tokens.k, bits=scheme.key_bits, guard=True, refit=scheme.refit),
+        *codec.encode_keys(tokens.k, bits=scheme.key_bits, guard=True, search=scheme.search),
         *codec.encode_values(tokens.v, bits=scheme.value_bits, guard=True, search=scheme.search),
     )
 
@@ -192,26 +192,24 @@ def test_a_row_that_packs_frees_its_plain_arrays(cls, draw):
     assert plain_bytes == 2 * 4 * D * H * 256
 
 
-# --- +search and +refit
+# --- +search
 
 
-@pytest.mark.parametrize(("option", "changed"), [("refit", (1, 2)), ("search", (3, 4))])
-def test_an_encoder_option_changes_its_planes_and_no_size(cls, draw, option, changed):
+def test_a_search_changes_every_plane_and_no_size(cls, draw):
     tokens = draw(40)
     without = filled(cls, tokens)
-    cache = filled(cls, tokens, scheme=f"turbo:k8v3+{option}")
+    cache = filled(cls, tokens, scheme="turbo:k8v3+search")
     planes = [[np.array(x) for x in (*c.packed()[0], *c.packed()[1])] for c in (without, cache)]
-    differ = tuple(i for i, (a, b) in enumerate(zip(*planes, strict=True)) if (a != b).any())
-    assert differ == changed
+    assert all((a != b).any() for a, b in zip(*planes, strict=True))
     assert cache.nbytes == without.nbytes
     assert_stores(cache, tokens)
 
 
 @pytest.mark.parametrize("width", KEY_BITS)
-def test_under_search_and_refit_a_cache_holds_what_it_was_given_better(cls, draw, width):
+def test_under_a_search_a_cache_holds_what_it_was_given_better(cls, draw, width):
     tokens = draw(200)
     errors = []
-    for options in ("", "+refit+search"):
+    for options in ("", "+search"):
         cache = filled(cls, tokens, scheme=f"turbo:k{width}v{width}{options}")
         k, v = cache.keys_and_values()
         k, v = np.array(k), np.array(v)
@@ -219,7 +217,7 @@ def test_under_search_and_refit_a_cache_holds_what_it_was_given_better(cls, draw
         sine = 1 - (v * tokens.v).sum() ** 2 / ((v**2).sum() * (tokens.v**2).sum())
         errors.append((((k - tokens.k) ** 2).mean(), sine))
     without, better = errors
-    assert better[0] < 0.96 * without[0]
+    assert better[0] < 0.87 * without[0]
     assert better[1] < 0.97 * without[1]
 
 
@@ -233,7 +231,7 @@ SCHEMES = [
     "turbo:k4v8+start9",
     "turbo:k8v4+start9+stored",
     "turbo:k8v3+search",
-    "turbo:k4v8+refit+search+start9",
+    "turbo:k4v8+search+start9",
 ]
 
 

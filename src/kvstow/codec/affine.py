@@ -1,9 +1,8 @@
 """Scale and zero of a group of keys, in numpy: part of the definition.
 
-`affine_of` makes vllm-metal's, `guarded` replaces those that lose their group, and
-`refit_of` those that another scale and zero fit better. A group decodes as
-``x = (code + zero) * scale`` whoever made them. Callers silence numpy's warnings:
-overflow and NaN are part of the definition. Axes as in `reference`.
+`affine_of` makes vllm-metal's, and `guarded` replaces those that lose their group. A
+group decodes as ``x = (code + zero) * scale`` whoever made them. Callers silence numpy's
+warnings: overflow and NaN are part of the definition. Axes as in `reference`.
 """
 
 from typing import NamedTuple
@@ -11,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float16, Float32
 
-from kvstow.codec.search import halving_sum
-from kvstow.scheme import GROUP_SIZE, KEY_BITS
+from kvstow.scheme import KEY_BITS
 
 EPS = 1e-8
 # A smaller key scale keeps fewer than 8 significant bits in float16.
@@ -63,55 +61,6 @@ def guarded(
     sane &= np.isfinite(parity.scales) & np.isfinite(parity.zeros)
     keep = sane | ~np.isfinite(low) | ~np.isfinite(high) | (largest == 0)
     return Affine(*(np.where(keep, a, b) for a, b in zip(parity, made, strict=True)))
-
-
-def refit_of(
-    coded: Affine,
-    groups: Float32[np.ndarray, "*b g 32"],
-    steps: Float32[np.ndarray, "*b g 32"],
-    codes: Float32[np.ndarray, "*b g 32"],
-) -> Affine:
-    """`coded`, but where least squares give a scale and zero of a smaller squared error.
-
-    The codes stay. Both errors are those of the decoded group, float16 rounding
-    included; one that is NaN or inf is not smaller, so a lost group stays as it is,
-    and so does one whose codes are all equal: no slope fits it.
-
-    Args:
-        coded: What the codes were taken against.
-        groups: The keys.
-        steps: The keys in steps from the zero, before rounding.
-        codes: The rounded steps, as float32.
-    """
-    rest = steps - codes  # small, so that sums of it keep their digits
-    rest_sum = halving_sum(rest)
-    # Sums over codes are of integers below 2**24: exact, in any order.
-    code_sum, square_sum = codes.sum(axis=-1), (codes * codes).sum(axis=-1)
-    covariance = GROUP_SIZE * halving_sum(codes * rest) - code_sum * rest_sum
-    variance = GROUP_SIZE * square_sum - code_sum * code_sum
-    scales = (coded.divisors * (1 + covariance / variance)).astype(np.float16)
-    # The best zero for the scale as stored brings the mean of the group back.
-    ratio = coded.divisors / scales.astype(np.float32)
-    mean = coded.offsets + (code_sum + rest_sum) / GROUP_SIZE
-    zeros = (mean * ratio - code_sum / GROUP_SIZE).astype(np.float16)
-
-    better = _error(groups, codes, scales, zeros)
-    better = better < _error(groups, codes, coded.scales, coded.zeros)
-    return coded._replace(
-        scales=np.where(better, scales, coded.scales), zeros=np.where(better, zeros, coded.zeros)
-    )
-
-
-def _error(
-    groups: Float32[np.ndarray, "*b g 32"],
-    codes: Float32[np.ndarray, "*b g 32"],
-    scales: Float16[np.ndarray, "*b g"],
-    zeros: Float16[np.ndarray, "*b g"],
-) -> Float32[np.ndarray, "*b g"]:
-    """Squared error of each group once decoded."""
-    zeros, scales = (x.astype(np.float32)[..., None] for x in (zeros, scales))
-    error = (codes + zeros) * scales - groups
-    return halving_sum(error * error)
 
 
 def _float16_above(x: Float32[np.ndarray, "*b"]) -> Float16[np.ndarray, "*b"]:

@@ -14,16 +14,16 @@ from jaxtyping import Float, Float32, UInt, UInt8
 from kvstow.codec import tables
 from kvstow.codec.affine import EPS, code_range
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
-from kvstow.codec.mlx_affine import FLOAT16_OVERFLOW, affine_of, guarded, refit_of
+from kvstow.codec.mlx_affine import FLOAT16_OVERFLOW, affine_of, guarded
 from kvstow.codec.mlx_lookup import centroid_table, code_table, look_up
-from kvstow.codec.mlx_places import Edges, places_of
-from kvstow.codec.mlx_search import searched
+from kvstow.codec.mlx_places import Edges, codes_of
+from kvstow.codec.mlx_search import searched_keys, searched_values
 from kvstow.codec.reference import FLOAT16_MAX, LARGEST_VALUE
 from kvstow.scheme import GROUP_SIZE
 
 
 def encode_keys(
-    keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False, refit: bool = False
+    keys: Float[mx.array, "*b d"], *, bits: int, guard: bool = False, search: bool = False
 ) -> PackedKeys:
     """See `reference.encode_keys`."""
     check_keys(bits, keys.shape[-1])
@@ -31,13 +31,13 @@ def encode_keys(
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     middle = high + low if bits == 8 else low
     affine = affine_of(low, high, middle, bits)
+    if search:
+        affine = searched_keys(affine, groups, low, high, bits)
     if guard:
         affine = guarded(affine, low, high, middle, bits)
     steps = groups / affine.divisors - affine.offsets
     rounded = mx.clip(mx.round(steps), *code_range(bits))
     scales, zeros = affine.scales.astype(mx.float16), affine.offsets.astype(mx.float16)
-    if refit:
-        scales, zeros = refit_of(affine, scales, zeros, groups, steps, rounded)
     # NaN, in a group that is lost anyway, is cast to code 0.
     codes = rounded.astype(mx.int8 if bits == 8 else mx.uint8).reshape(keys.shape)
     if bits < 8:
@@ -75,9 +75,9 @@ def encode_values(
     divisors, scales = rms + EPS, rms.astype(mx.float16)
     units = groups / divisors
     if search:
-        codes, scales = searched(units, divisors, scales, bits)
+        codes, scales = searched_values(units, divisors, scales, _boundaries(bits), bits)
     else:
-        codes = _boundaries_below(units, bits)
+        codes = codes_of(units, _boundaries(bits))
     packed = pack_bits(codes.reshape(values.shape), bits=bits)
     return PackedValues(packed, scales.squeeze(-1))
 
@@ -155,12 +155,6 @@ def on_gpu() -> bool:
 def _is_codable(values: mx.array) -> mx.array:
     largest = mx.abs(values).astype(mx.float32).max(axis=-1, keepdims=True)
     return (largest <= LARGEST_VALUE)[..., None]
-
-
-def _boundaries_below(units: Float32[mx.array, "*b"], bits: int) -> UInt8[mx.array, "*b"]:
-    flat = units.reshape(-1)
-    below = places_of(flat, _boundaries(bits)).astype(mx.uint8)
-    return (below * (flat == flat).view(mx.uint8)).reshape(units.shape)  # NaN: 0
 
 
 def _sum_in_order(x: Float32[mx.array, "*b g 32"]) -> Float32[mx.array, "*b g 1"]:

@@ -3,11 +3,9 @@
 from typing import NamedTuple
 
 import mlx.core as mx
-from jaxtyping import Float16, Float32
+from jaxtyping import Float32
 
 from kvstow.codec.affine import EPS, GUARD_STEPS, LARGEST_SCALE, SMALLEST_SCALE, n_steps
-from kvstow.codec.mlx_search import halving_sum
-from kvstow.scheme import GROUP_SIZE
 
 FLOAT16_OVERFLOW = 65520.0  # the least float32 that rounds to inf in float16
 ROUNDS_TO_GUARD = 255.5 * 2.0**-24  # the least float32 that rounds to `affine.GUARD_BELOW`
@@ -46,41 +44,6 @@ def guarded(parity: Affine, low: mx.array, high: mx.array, middle: mx.array, bit
         mx.where(bad, scales, parity.divisors),
         mx.where(bad, offsets, parity.offsets),
     )
-
-
-def refit_of(
-    coded: Affine,
-    scales: Float16[mx.array, "*b g 1"],
-    zeros: Float16[mx.array, "*b g 1"],
-    groups: Float32[mx.array, "*b g 32"],
-    steps: Float32[mx.array, "*b g 32"],
-    codes: Float32[mx.array, "*b g 32"],
-) -> tuple[Float16[mx.array, "*b g 1"], Float16[mx.array, "*b g 1"]]:
-    """See `affine.refit_of`; `scales` and `zeros` are those of `coded` as stored."""
-    rest = steps - codes
-    rest_sum = halving_sum(rest)
-    code_sum = codes.sum(axis=-1, keepdims=True)
-    square_sum = (codes * codes).sum(axis=-1, keepdims=True)
-    covariance = GROUP_SIZE * halving_sum(codes * rest) - code_sum * rest_sum
-    variance = GROUP_SIZE * square_sum - code_sum * code_sum
-    fitted = (coded.divisors * (1 + covariance / variance)).astype(mx.float16)
-    ratio = coded.divisors / fitted.astype(mx.float32)
-    mean = coded.offsets + (code_sum + rest_sum) / GROUP_SIZE
-    centred = (mean * ratio - code_sum / GROUP_SIZE).astype(mx.float16)
-
-    better = _error(groups, codes, fitted, centred) < _error(groups, codes, scales, zeros)
-    return mx.where(better, fitted, scales), mx.where(better, centred, zeros)
-
-
-def _error(
-    groups: Float32[mx.array, "*b g 32"],
-    codes: Float32[mx.array, "*b g 32"],
-    scales: Float16[mx.array, "*b g 1"],
-    zeros: Float16[mx.array, "*b g 1"],
-) -> Float32[mx.array, "*b g 1"]:
-    """See `affine._error`."""
-    error = (codes + zeros.astype(mx.float32)) * scales.astype(mx.float32) - groups
-    return halving_sum(error * error)
 
 
 def _to_steps(middle: mx.array, divisors: mx.array, bits: int) -> mx.array:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from jaxtyping import Float32, UInt16
+from jaxtyping import Float32, UInt8, UInt16
 
 MOST_SWEPT = 15  # edges
 CELLS_PER_UNIT = 512  # a power of two: a unit is brought to a cell with one rounding
@@ -38,6 +38,13 @@ class Edges(NamedTuple):
             n_steps=int(np.bincount(cells).max()),
             swept=tuple(edges.tolist()) if len(edges) <= MOST_SWEPT else (),
         )
+
+
+def codes_of(units: Float32[mx.array, "*b"], among: Edges) -> UInt8[mx.array, "*b"]:
+    """See `search.count_below`."""
+    flat = units.reshape(-1)
+    below = places_of(flat, among).astype(mx.uint8)
+    return (below * (flat == flat).view(mx.uint8)).reshape(units.shape)  # NaN: 0
 
 
 def places_of(units: Float32[mx.array, " n"], among: Edges) -> mx.array:

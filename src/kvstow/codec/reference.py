@@ -11,9 +11,9 @@ Keys are affine per group, values are rotated and coded against a fixed
 codebook. ``guard=False`` gives the bytes of vllm-metal, degenerate groups
 included (a constant key group decodes to NaN). A cache stores ``guard=True``:
 the same bytes wherever those are sane, otherwise bytes for the same decoder
-that give finite output for finite input. ``refit`` and ``search`` store better
-numbers in the same bytes, for the same decoder. Widths and sizes without an
-encoding raise as `layout.check_keys` and `layout.check_values` say.
+that give finite output for finite input. ``search`` stores better numbers in
+the same bytes, for the same decoder. Widths and sizes without an encoding raise
+as `layout.check_keys` and `layout.check_values` say.
 """
 
 from functools import reduce
@@ -21,9 +21,9 @@ from functools import reduce
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from kvstow.codec.affine import EPS, affine_of, code_range, guarded, refit_of
+from kvstow.codec.affine import EPS, affine_of, code_range, guarded
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
-from kvstow.codec.search import count_below, searched
+from kvstow.codec.search import count_below, searched_keys, searched_values
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.scheme import GROUP_SIZE
 
@@ -33,7 +33,7 @@ LARGEST_VALUE = 2.0**100
 
 
 def encode_keys(
-    keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False, refit: bool = False
+    keys: Float[np.ndarray, "*b d"], *, bits: int, guard: bool = False, search: bool = False
 ) -> PackedKeys:
     """Code keys as ``x = (code + zero) * scale``, a scale and a zero per group.
 
@@ -48,19 +48,19 @@ def encode_keys(
         keys: Any float dtype; narrowed or widened to float32 first.
         bits: Width of one code, one of `scheme.KEY_BITS`.
         guard: Whether groups that would decode to NaN or lose their value are re-coded.
-        refit: Whether scale and zero are fitted to the codes, see `affine.refit_of`.
+        search: Whether each group takes the best of several grids, see `search.searched_keys`.
     """
     check_keys(bits, keys.shape[-1])
     with _ieee():
         groups = _groups(keys)
         low, high = groups.min(axis=-1), groups.max(axis=-1)
         affine = affine_of(low, high, bits)
+        if search:
+            affine = searched_keys(affine, groups, low, high, bits)
         if guard:
             affine = guarded(affine, low, high, bits)
         steps = groups / affine.divisors[..., None] - affine.offsets[..., None]
         codes = _round_to(steps, *code_range(bits))
-        if refit:
-            affine = refit_of(affine, groups, steps, codes)
     codes = codes.reshape(keys.shape)
     if bits == 8:
         return PackedKeys(codes.astype(np.int8), affine.scales, affine.zeros)
@@ -100,7 +100,7 @@ def encode_values(
         values: Any float dtype; narrowed or widened to float32 first.
         bits: Width of one code, one of `scheme.VALUE_BITS`.
         guard: Whether a scale beyond float16 is stored as the largest float16.
-        search: Whether each group takes the best of five scales, see `search.searched`.
+        search: Whether each group takes the best of several scales, see `search.searched_values`.
     """
     check_values(bits, values.shape[-1])
     with _ieee():
@@ -115,7 +115,7 @@ def encode_values(
             divisors = np.where(saturated, np.float32(FLOAT16_MAX), divisors)
         units = groups / divisors[..., None]
         if search:
-            codes, scales = searched(units, divisors, scales, bits)
+            codes, scales = searched_values(units, divisors, scales, bits)
         else:
             codes = count_below(units, BOUNDARIES[bits])
     return PackedValues(pack_bits(codes.reshape(values.shape), bits=bits), scales)

@@ -1,42 +1,91 @@
-"""The best of five scales for a group of values, in numpy: part of the definition.
+"""The best of several grids for a group, in numpy: part of the definition.
 
-The root mean square is the right scale for infinitely many normal elements. A group
-has 32, and some multiple of it fits them better. `searched` codes a group against
-five multiples and keeps the codes that point best the way the group does. The scale then
+Without a search a group has one grid: the ends of a key group are the ends of its codes,
+and the scale of a value group is its root mean square. Both are right for infinitely many
+elements. A group has 32, and another grid fits them better; which one, `candidates` says.
+Nothing that a reader knows changes: layout, decoder and bytes are the same.
+
+**Keys** have four candidates, a quarter of a step apart, of a scale that leaves room for it.
+**Values** have eight, multiples of the root mean square. Then the scale of a value group
 makes what is read back as long as the group *along the group*: a least-squares scale is
 shorter, every token's value by about the same part, and attention adds up what all tokens
-have in common while the rest averages out. Nothing that a reader knows changes: centroids,
-layout and decoder are the same.
+have in common while the rest averages out.
 
 Exact like the rest: float32 in the order written here, no fused multiply-add. Axes as in
 `reference`; callers silence numpy's warnings.
 """
 
+from functools import cache
+
 import numpy as np
 from jaxtyping import Float16, Float32, UInt8
 
+from kvstow.codec.affine import Affine, code_range
+from kvstow.codec.candidates import Candidates, in_words, least_of, middles
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS
 
-MULTIPLES = np.array([0.8, 0.9, 1.0, 1.1, 1.2], np.float32)
-PARITY = 2  # the multiple 1, whose codes are those without a search
+# Steps of a searched group's range. At 8 bits, one less than the codes span: then half a step
+# of room is left at both ends. At 2 bits one more: cutting the ends pays.
+STEPS = {8: 253, 5: 31, 4: 15, 2: 4}
+PHASES = np.array([-0.5, -0.25, 0.0, 0.25], np.float32)  # of a step, added to the zero
+# Key groups whose scale lies between are searched: the guard would keep it, whichever number
+# of steps divides the range. So are only those of a zero within LARGEST_ZERO, where float16
+# holds the quarters of a step.
+SEARCHED_KEYS = (2.0**-15, 2.0**15)
+LARGEST_ZERO = 256
+
+MULTIPLES = np.array([0.7, 0.8, 0.87, 0.94, 1.0, 1.07, 1.15, 1.25], np.float32)
+PARITY = 4  # the multiple 1, whose codes are those without a search
 # Scales between keep all 11 bits of float16: a fitted scale lies within a factor of 2 below
 # and of 4 above the root mean square. Others keep the bytes they have without a search.
-SEARCHED = (2.0**-13, 2.0**14)
+SEARCHED_VALUES = (2.0**-13, 2.0**14)
+LARGEST_UNIT = 6  # a group of 32 has no element beyond sqrt(32) times its root mean square
 
 
-def searched(
+def searched_keys(
+    parity: Affine,
+    groups: Float32[np.ndarray, "*b g 32"],
+    low: Float32[np.ndarray, "*b g"],
+    high: Float32[np.ndarray, "*b g"],
+    bits: int,
+) -> Affine:
+    """`parity`, but where a search is safe: the candidate of the least squared error.
+
+    Args:
+        parity: Scale and zero without a search.
+        groups: The keys.
+        low: The least of each group.
+        high: The greatest.
+        bits: Width of a code.
+    """
+    table = key_candidates(bits)
+    scales = ((high - low) / np.float32(STEPS[bits])).astype(np.float16)
+    divisors = scales.astype(np.float32)
+    middle = np.float32(sum(code_range(bits)) / 2)
+    whole = np.rint((high + low) / (divisors + divisors) - middle)
+    per_step, at_zero = table.resolution / divisors, table.shift - whole * table.resolution
+    best = least_of(groups * per_step[..., None] + at_zero[..., None], table.words)
+    zeros = (whole + PHASES[best]).astype(np.float16)
+    made = Affine(scales, zeros, divisors, zeros.astype(np.float32))
+
+    least, most = SEARCHED_KEYS
+    safe = (parity.divisors >= least) & (parity.divisors < most)
+    safe &= np.abs(parity.offsets) < LARGEST_ZERO
+    return Affine(*(np.where(safe, a, b) for a, b in zip(made, parity, strict=True)))
+
+
+def searched_values(
     units: Float32[np.ndarray, "*b g 32"],
     divisors: Float32[np.ndarray, "*b g"],
     scales: Float16[np.ndarray, "*b g"],
     bits: int,
 ) -> tuple[UInt8[np.ndarray, "*b g 32"], Float16[np.ndarray, "*b g"]]:
-    """Codes at the least angle to their group, and the scale without a bias along it.
+    """Codes under the best multiple for their group, and the scale without a bias along it.
 
-    With `u` a unit and `c` its centroid, the cosine squared is ``sum(u*c)**2 / sum(c*c)``
-    over ``sum(u*u)``; of two equal ones the smaller multiple is taken. The scale is
-    ``sum(u*u) / sum(u*c)``, so that the group times what is read back is the group times
-    itself, but at most twice the least-squares scale ``sum(u*c) / sum(c*c)``: then no
-    group errs more than if zeros were read back.
+    With `u` a unit over the multiple and `c` its centroid, the scale is
+    ``sum(u*u) / sum(u*c)`` multiples, so that the group times what is read back is the
+    group times itself, but at most twice the least-squares scale ``sum(u*c) / sum(c*c)``:
+    then no group errs more than if zeros were read back.
 
     Args:
         units: Rotated values over their divisor.
@@ -44,23 +93,43 @@ def searched(
         scales: What is stored for a group that is not searched.
         bits: Width of a code.
     """
-    codes = np.stack([count_below(units, edges) for edges in boundaries(bits)])
+    table = value_candidates(bits)
+    least, most = SEARCHED_VALUES
+    safe = (divisors >= least) & (divisors < most)
+    best = least_of(units * np.float32(table.resolution) + np.float32(table.shift), table.words)
+    multiples = MULTIPLES[np.where(safe, best, PARITY)]
+    units = units / multiples[..., None]
+    codes = count_below(units, BOUNDARIES[bits])
     levels = CENTROIDS[bits][codes]
     fit = halving_sum(units * levels)
     least_squares = fit / halving_sum(levels * levels)
     unbiased = halving_sum(units * units) / fit
     ratios = np.minimum(unbiased, least_squares + least_squares)
-    safe = (divisors >= SEARCHED[0]) & (divisors < SEARCHED[1])
-    best = np.where(safe, np.argmax(fit * least_squares, axis=0), PARITY)[None]
-    codes = np.take_along_axis(codes, best[..., None], axis=0)[0]
-    fitted = (divisors * np.take_along_axis(ratios, best, axis=0)[0]).astype(np.float16)
+    fitted = (divisors * multiples * ratios).astype(np.float16)
     return codes, np.where(safe, fitted, scales)
 
 
-def boundaries(bits: int) -> Float32[np.ndarray, "5 c"]:
-    """The boundaries between codes, in units, for each multiple of the scale."""
-    scaled: np.ndarray = MULTIPLES[:, None] * BOUNDARIES[bits]
-    return scaled
+@cache
+def key_candidates(bits: int) -> Candidates:
+    """Squared errors in steps, by steps from the whole zero, of each of `PHASES`."""
+    least, most = code_range(bits)
+    low, high, resolution = least - 2, most + 2, 16
+    steps = middles(low, high, resolution) - PHASES[:, None]
+    errors = steps - np.clip(np.rint(steps), least, most)
+    return Candidates(in_words(errors**2), resolution, -low * resolution)
+
+
+@cache
+def value_candidates(bits: int) -> Candidates:
+    """Squared errors in units, by units, of each of `MULTIPLES`."""
+    resolution = 128
+    units = middles(-LARGEST_UNIT, LARGEST_UNIT, resolution)
+    multiples = MULTIPLES.astype(np.float64)[:, None]
+    edges = BOUNDARIES[bits].astype(np.float64)
+    levels = CENTROIDS[bits].astype(np.float64)[np.searchsorted(edges, units / multiples)]
+    return Candidates(
+        in_words((units - levels * multiples) ** 2), resolution, LARGEST_UNIT * resolution
+    )
 
 
 def count_below(

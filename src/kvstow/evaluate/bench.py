@@ -251,7 +251,7 @@ def _encode(cache: Any) -> Any:
         x = mx.random.normal((*window.keys.scales.shape[:2], 1, window.head_dim))
         s = cache.scheme
         return (
-            codec.encode_keys(x, bits=s.key_bits, guard=True, refit=s.refit),
+            codec.encode_keys(x, bits=s.key_bits, guard=True, search=s.search),
             codec.encode_values(x, bits=s.value_bits, guard=True, search=s.search),
         )
     return ()

@@ -69,7 +69,7 @@ class Keys:
 
     bits: int
     head_dim: int
-    refit: bool = False
+    search: bool = False
 
     @property
     def bits_per_value(self) -> float:
@@ -78,7 +78,7 @@ class Keys:
 
     def reconstruct(self, x: np.ndarray) -> np.ndarray:
         """What a cache reads back of `x`."""
-        packed = encode_keys(x, bits=self.bits, guard=True, refit=self.refit)
+        packed = encode_keys(x, bits=self.bits, guard=True, search=self.search)
         return decode_keys(packed, bits=self.bits)
 
 

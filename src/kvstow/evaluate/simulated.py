@@ -83,7 +83,7 @@ def _paper(algorithm: TurboQuantMse | TurboQuantProd) -> Rounding:
 
 def _turbo(scheme: Turbo) -> Codec:
     def keys(x: mx.array) -> mx.array:
-        packed = codec.encode_keys(x, bits=scheme.key_bits, guard=True, refit=scheme.refit)
+        packed = codec.encode_keys(x, bits=scheme.key_bits, guard=True, search=scheme.search)
         return codec.decode_keys(packed, bits=scheme.key_bits, dtype=x.dtype)
 
     def values(x: mx.array) -> mx.array:

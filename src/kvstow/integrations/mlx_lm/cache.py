@@ -191,7 +191,7 @@ class PackedKVCache:
         self._dtype = keys.dtype
         s = self.scheme
         self._store.append(
-            codec.encode_keys(keys, bits=s.key_bits, guard=True, refit=s.refit),
+            codec.encode_keys(keys, bits=s.key_bits, guard=True, search=s.search),
             codec.encode_values(values, bits=s.value_bits, guard=True, search=s.search),
         )
 
