@@ -10,12 +10,14 @@ from kvstow.errors import (
     MissingDependency,
     ModelFileError,
     ModelNotFound,
+    PolicyError,
     PromptError,
     SchemeError,
     UnsupportedModel,
 )
 from kvstow.integrations import AttachReport, KVUsage, attach, attached, detach, usage
 from kvstow.models import load
+from kvstow.policy import Policy
 from kvstow.scheme import Scheme
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "MissingDependency",
     "ModelFileError",
     "ModelNotFound",
+    "Policy",
+    "PolicyError",
     "PromptError",
     "Scheme",
     "SchemeError",

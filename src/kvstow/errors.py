@@ -22,6 +22,10 @@ class SchemeError(KvstowError, ValueError):
     """A scheme string or its fields are invalid."""
 
 
+class PolicyError(SchemeError):
+    """A policy cannot be read, or names layers that the model does not have."""
+
+
 class UnsupportedModel(KvstowError, ValueError):
     """The model has a shape that the scheme cannot store."""
 

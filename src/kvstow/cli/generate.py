@@ -17,6 +17,7 @@ from kvstow.cli.refuse import check_fetch, refuse
 from kvstow.integrations import attached
 from kvstow.integrations.report import Fetch
 from kvstow.models import load, read_config
+from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Scheme
 
@@ -30,6 +31,7 @@ LONG_PROMPT_TOKENS = 512
 @click.command()
 @params.model
 @params.kv_quant
+@params.kv_policy
 @params.fetch
 @params.prompt
 @params.prompt_file
@@ -68,6 +70,7 @@ def generate(
     *,
     model: str,
     kv_quant: Scheme,
+    kv_policy: Policy | None,
     fetch: Fetch,
     prompt: str | None,
     prompt_file: Path | None,
@@ -87,22 +90,24 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
-    check_fetch(fetch, [kv_quant])
+    stored = params.stored_under(kv_quant, kv_policy)
+    check_fetch(fetch, [stored])
     drafting.check_options(draft_model, num_draft_tokens)
     if system_prompt is not None and not chat_template:
         raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
     config = read_config(model)
-    refuse(config.config, [kv_quant], fetch, dtype)
+    refuse(config.config, [stored], fetch, dtype)
+    of_draft = Policy.of(stored).default  # rules are about the layers of the other model
     if draft_model is not None:
-        drafting.refuse_draft(config, draft_model, (kv_quant, fetch, dtype))
+        drafting.refuse_draft(config, draft_model, (of_draft, fetch, dtype))
     say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step)
     runs = require("kvstow.session")
     with (
-        attached(loaded, kv_quant, fetch=fetch) as report,
+        attached(loaded, stored, fetch=fetch) as report,
         drafting.loaded_draft(
-            draft_model, num_draft_tokens, tokenizer, (kv_quant, fetch, dtype)
+            draft_model, num_draft_tokens, tokenizer, (of_draft, fetch, dtype)
         ) as draft,
     ):
         session: Session = runs.Session(

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from kvstow.errors import SchemeError
+from kvstow.errors import PolicyError, SchemeError
+from kvstow.policy import Policy
 from kvstow.scheme import Scheme
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d{1,2})?) ?(?P<unit>[a-z]*)", re.IGNORECASE)
@@ -25,6 +26,39 @@ def scheme(value: str) -> Scheme:
         return Scheme.parse(value)
     except SchemeError as error:
         raise click.BadParameter(str(error)) from error
+
+
+class PolicyFile(click.Path):
+    """A JSON file that is a `Policy`; what it gets wrong is a usage error on the flag."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Policy:  # type: ignore[override]
+        """Read the file."""
+        if isinstance(value, Policy):
+            return value
+        path = Path(str(super().convert(value, param, ctx)))
+        try:
+            return Policy.read(path)
+        except PolicyError as error:
+            self.fail(str(error), param, ctx)
+
+
+def stored_under(kv_quant: Scheme, kv_policy: Policy | None) -> Scheme | Policy:
+    """What the two options ask for together.
+
+    Raises:
+        click.UsageError: If both are given.
+    """
+    if kv_policy is None:
+        return kv_quant
+    source = click.get_current_context().get_parameter_source("kv_quant")
+    if source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(f"give one of --kv-quant and --kv-policy, got both ({kv_quant})")
+    return kv_policy
 
 
 def size(value: str) -> int:
@@ -57,6 +91,13 @@ kv_quant = click.option(
     default=Scheme.default,
     show_default=True,
     help="How keys and values are stored: off, affine:<bits> or turbo:k<bits>v<bits>.",
+)
+
+
+kv_policy = click.option(
+    "--kv-policy",
+    type=PolicyFile(),
+    help="A JSON file that says which layers take which scheme, in the place of --kv-quant.",
 )
 
 

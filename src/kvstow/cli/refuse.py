@@ -5,20 +5,21 @@ from typing import Any
 
 import click
 
-from kvstow.errors import UnsupportedModel
+from kvstow.errors import PolicyError, UnsupportedModel
 from kvstow.integrations import attached
-from kvstow.integrations.report import Fetch, fetch_of
+from kvstow.integrations.report import Fetch, fetch_of, has_turbo
 from kvstow.models import skeleton
-from kvstow.scheme import Off, Scheme, Turbo
+from kvstow.policy import Policy
+from kvstow.scheme import Off, Scheme
 
 
-def check_fetch(fetch: Fetch, schemes: Sequence[Scheme]) -> None:
+def check_fetch(fetch: Fetch, schemes: Sequence[Scheme | Policy]) -> None:
     """Refuse a path that would apply to nothing.
 
     Raises:
         click.UsageError: If there is no turbo scheme to fetch under.
     """
-    if fetch != "auto" and not any(isinstance(scheme, Turbo) for scheme in schemes):
+    if fetch != "auto" and not any(map(has_turbo, schemes)):
         got = ", ".join(map(str, schemes))
         raise click.UsageError(f"--fetch {fetch} needs a turbo scheme, got --kv-quant {got}")
 
@@ -44,7 +45,7 @@ def check_context(
 
 
 def refuse(
-    config: Mapping[str, Any], schemes: Sequence[Scheme], fetch: Fetch, dtype: str | None
+    config: Mapping[str, Any], schemes: Sequence[Scheme | Policy], fetch: Fetch, dtype: str | None
 ) -> None:
     """Refuse a model that none of `schemes` but ``off`` can store.
 
@@ -57,8 +58,9 @@ def refuse(
     Raises:
         ModelFileError: As `skeleton`.
         UnsupportedModel: The first refusal of `attach`, if no scheme escapes one.
+        click.UsageError: If a policy is about layers that the model does not have.
     """
-    quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
+    quantising = [s for s in schemes if not isinstance(Policy.of(s).uniform, Off)]
     if not quantising:
         return
     model = skeleton(config, dtype)
@@ -67,9 +69,11 @@ def refuse(
         raise refusals[0]
 
 
-def _refusal(model: Any, scheme: Scheme, fetch: Fetch) -> UnsupportedModel | None:
+def _refusal(model: Any, scheme: Scheme | Policy, fetch: Fetch) -> UnsupportedModel | None:
     try:
         with attached(model, scheme, fetch=fetch_of(scheme, fetch)):
             return None
+    except PolicyError as error:
+        raise click.UsageError(str(error)) from error
     except UnsupportedModel as error:
         return error

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstow.errors import KvstowWarning, UnsupportedModel
 from kvstow.integrations.report import AttachReport, Fetch, KVUsage
+from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Scheme
 
@@ -19,7 +20,9 @@ __all__ = ["AttachReport", "KVUsage", "attach", "attached", "detach", "usage"]
 _HOSTS = {"mlx.nn": "mlx_lm"}  # package of the model's base class: adapter
 
 
-def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") -> AttachReport:
+def attach(
+    model: Any, scheme: str | Scheme | Policy | None, *, fetch: Fetch = "auto"
+) -> AttachReport:
     """Make `model` create caches under `scheme` for its full-attention layers.
 
     Sets ``model.make_cache``, the hook that mlx-lm itself asks, on this one
@@ -31,7 +34,7 @@ def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") ->
 
     Args:
         model: An mlx-lm model.
-        scheme: See `Scheme`.
+        scheme: See `Scheme`; or a `Policy`, where layers take different ones.
         fetch: ``"eager"`` decodes the window for the host's attention; ``"deferred"``
             un-rotates the output instead of every value, and is refused where the
             model's own code needs real arrays; ``"auto"`` takes deferred where it can.
@@ -41,6 +44,7 @@ def attach(model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto") ->
 
     Raises:
         SchemeError: If `scheme` is not in the grammar.
+        PolicyError: If it is a policy about layers that the model does not have.
         ValueError: If `fetch` is not one of the three.
         UnsupportedModel: If the scheme cannot store this model's keys and values,
             or would apply to no layer. Nothing has been changed then.
@@ -59,7 +63,7 @@ def detach(model: Any) -> None:
 
 @contextmanager
 def attached(
-    model: Any, scheme: str | Scheme | None, *, fetch: Fetch = "auto"
+    model: Any, scheme: str | Scheme | Policy | None, *, fetch: Fetch = "auto"
 ) -> Iterator[AttachReport]:
     """`attach` for the length of a ``with`` block; an earlier attachment comes back after it.
 
@@ -89,12 +93,12 @@ def usage(cache: list[Any]) -> KVUsage:
 
 
 def _attach(model: Any, scheme: Any, fetch: Fetch, *, stacklevel: int) -> AttachReport:
-    parsed = Scheme.parse(scheme)
+    policy = Policy.of(scheme)
     if fetch not in ("auto", "eager", "deferred"):
         raise ValueError(f"fetch must be 'auto', 'eager' or 'deferred', got {fetch!r}")
     adapter = _adapter(model)
     before = adapter.attachment(model)
-    report: AttachReport = adapter.attach(model, parsed, fetch)
+    report: AttachReport = adapter.attach(model, policy, fetch)
     try:
         for warning in report.warnings:
             warnings.warn(warning, KvstowWarning, stacklevel=stacklevel)

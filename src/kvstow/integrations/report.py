@@ -3,14 +3,20 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvstow.policy import Policy, spans
 from kvstow.scheme import Scheme, Turbo
 
 Fetch = Literal["auto", "eager", "deferred"]
 
 
-def fetch_of(scheme: Scheme, fetch: Fetch) -> Fetch:
-    """`fetch` for a turbo scheme, and ``"auto"`` for the others, which have no choice."""
-    return fetch if isinstance(scheme, Turbo) else "auto"
+def has_turbo(scheme: Scheme | Policy) -> bool:
+    """Whether some layer may be under turbo."""
+    return any(isinstance(s, Turbo) for s in Policy.of(scheme).schemes)
+
+
+def fetch_of(scheme: Scheme | Policy, fetch: Fetch) -> Fetch:
+    """`fetch` where there is turbo, and ``"auto"`` for the others, which have no choice."""
+    return fetch if has_turbo(scheme) else "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +25,21 @@ class LayerReport:
 
     Attributes:
         index: Position in the list that the model's ``make_cache`` returns.
-        quantised: Whether the layer's cache is under the scheme.
-        reason: Why it is not; empty for a quantised layer.
+        scheme: Of the layer's cache; off for one that stays as it was.
+        reason: Why it stays; empty for a quantised layer.
         fetch: How the layer's attention reaches what is stored: ``"eager"`` or
             ``"deferred"`` under turbo, ``"host"`` where the cache is the host's own.
     """
 
     index: int
-    quantised: bool
+    scheme: Scheme
     reason: str
     fetch: str
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the layer's cache is under a scheme."""
+        return not self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +47,15 @@ class AttachReport:
     """Which layers are quantised, which keep their own cache, and why.
 
     Attributes:
-        scheme: What was asked for.
-        fetch: The path of the quantised layers: ``"eager"``, ``"deferred"`` or ``"host"``.
+        scheme: What was asked for: a policy, if layers differ.
+        fetch: The path of the layers under turbo, ``"eager"`` or ``"deferred"``; ``"host"``
+            if there is none.
         fetch_reason: Why that path, when ``"auto"`` could not take the faster one.
         layers: One report per cache of the model.
         warnings: Why the scheme is likely not what was wanted; `attach` warns of the same.
     """
 
-    scheme: Scheme
+    scheme: Scheme | Policy
     fetch: str
     fetch_reason: str
     layers: tuple[LayerReport, ...]
@@ -51,8 +63,17 @@ class AttachReport:
 
     @property
     def n_quantised(self) -> int:
-        """Layers under the scheme."""
+        """Layers under a scheme."""
         return sum(layer.quantised for layer in self.layers)
+
+    @property
+    def schemes(self) -> dict[Scheme, list[int]]:
+        """Scheme to the indices of the layers under it."""
+        under: dict[Scheme, list[int]] = {}
+        for layer in self.layers:
+            if layer.quantised:
+                under.setdefault(layer.scheme, []).append(layer.index)
+        return under
 
     @property
     def kept(self) -> dict[str, list[int]]:
@@ -64,16 +85,26 @@ class AttachReport:
         return reasons
 
     def as_dict(self) -> dict[str, Any]:
-        """``{"quantised": int, "kept": int, "reasons": {reason: [index, ...]}}``."""
+        """``{"quantised": int, "kept": int, "reasons": {reason: [index, ...]}}``.
+
+        With ``"schemes": {scheme: [index, ...]}`` under a policy.
+        """
         n_kept = len(self.layers) - self.n_quantised
-        return {"quantised": self.n_quantised, "kept": n_kept, "reasons": self.kept}
+        counts = {"quantised": self.n_quantised, "kept": n_kept, "reasons": self.kept}
+        if isinstance(self.scheme, Policy):
+            counts["schemes"] = {str(scheme): at for scheme, at in self.schemes.items()}
+        return counts
 
     def __str__(self) -> str:
-        lines = [f"{self.scheme}: {self.n_quantised} of {len(self.layers)} layers, {self.fetch}"]
+        name = "policy" if isinstance(self.scheme, Policy) else self.scheme
+        lines = [f"{name}: {self.n_quantised} of {len(self.layers)} layers, {self.fetch}"]
         if self.fetch_reason:
             lines.append(f"  {self.fetch}: {self.fetch_reason}")
+        if isinstance(self.scheme, Policy):
+            for scheme, indices in self.schemes.items():
+                lines.append(f"  {scheme} {len(indices)} ({spans(indices)})")
         for reason, indices in self.kept.items():
-            lines.append(f"  kept {len(indices)} ({_ranges(indices)}): {reason}")
+            lines.append(f"  kept {len(indices)} ({spans(indices)}): {reason}")
         return "\n".join(lines)
 
 
@@ -99,18 +130,3 @@ class KVUsage:
     def compression_ratio(self) -> float:
         """How many times smaller than bf16 the cache is; 1.0 for an empty one."""
         return self.kv_bytes_bf16 / self.kv_bytes if self.kv_bytes else 1.0
-
-
-def _ranges(indices: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``.
-
-    >>> _ranges([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    spans: list[list[int]] = []
-    for i in indices:
-        if spans and spans[-1][1] == i - 1:
-            spans[-1][1] = i
-        else:
-            spans.append([i, i])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -5,6 +5,7 @@ sets that attribute on the instance to a `CacheFactory`; detaching takes it
 away, so the attribute itself is the only state.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred, hardness, probe
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
 from kvstow.integrations.report import AttachReport, LayerReport
+from kvstow.policy import Policy
 from kvstow.scheme import Affine, Off, Scheme, Turbo
 
 
@@ -39,7 +41,7 @@ class CacheFactory(deferred.Owner):
         if self.report.fetch == "deferred":
             deferred.install(self)  # the copy of an attached model comes here first
         plain = _plain(self.model(), self.own)
-        return _under(self.report.scheme, self.report.fetch, self._quantised, plain)
+        return _under(self._schemes, self.report.fetch, plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CacheFactory":
         """The factory of the copied model."""
@@ -53,35 +55,43 @@ class CacheFactory(deferred.Owner):
         prompt caches are used on.
         """
         fresh = self()
-        for i in self._quantised:
+        for i in self._schemes:
             if isinstance(fresh[i], PackedKVCache):
                 fresh[i] = type(fresh[i]).from_kv_cache(caches[i], fresh[i].scheme)
             else:
                 fresh[i] = caches[i].to_quantized(fresh[i].group_size, fresh[i].bits)
-        return [new if i in self._quantised else caches[i] for i, new in enumerate(fresh)]
+        return [new if i in self._schemes else caches[i] for i, new in enumerate(fresh)]
 
     @property
-    def _quantised(self) -> set[int]:
-        return {layer.index for layer in self.report.layers if layer.quantised}
+    def _schemes(self) -> dict[int, Scheme]:
+        return {layer.index: layer.scheme for layer in self.report.layers if layer.quantised}
 
 
-def attach(model: Any, scheme: Scheme, fetch: str) -> AttachReport:
+def attach(model: Any, policy: Policy, fetch: str) -> AttachReport:
     """See `kvstow.attach`.
 
     Raises:
         UnsupportedModel: As there; the model is unchanged then.
+        PolicyError: As there.
     """
-    layers, reasons = _decide(model, scheme)
-    indices = set(layers)
-    path, why = _choose_fetch(model, scheme, fetch, indices)
+    shapes, kept = _decide(model, policy)
+    schemes = {i: policy.of_layer(i, shape.kind) for i, shape in shapes.items()}
+    path, why = _choose_fetch(model, schemes, fetch)
     reports = tuple(
-        LayerReport(i, not reason, reason, "host" if reason else path)
-        for i, reason in enumerate(reasons)
+        LayerReport(i, schemes.get(i, Off()), reason, _path_of(schemes.get(i, Off()), path))
+        for i, reason in enumerate(kept)
     )
-    warnings = hardness.advice(model, scheme, layers, partial(plain_caches, model))
-    report = AttachReport(scheme, path, why, reports, warnings)
+    new_caches = partial(plain_caches, model)
+    warnings = tuple(
+        warning
+        for scheme in policy.schemes
+        for warning in hardness.advice(
+            model, scheme, {i: s for i, s in shapes.items() if schemes[i] == scheme}, new_caches
+        )
+    )
+    report = AttachReport(policy.uniform or policy, path, why, reports, warnings)
     factory = CacheFactory(ref(model), report, _own_maker(model))
-    restore(model, None if isinstance(scheme, Off) else factory)
+    restore(model, factory if schemes else None)
     return report
 
 
@@ -147,9 +157,13 @@ def _own_maker(model: Any) -> Any:
     return vars(model).get("make_cache") if before is None else before.own
 
 
-def _under(scheme: Scheme, fetch: str, indices: set[int], caches: list[Any]) -> list[Any]:
-    """`caches` with fresh ones of the scheme at `indices`."""
-    return [_new_cache(scheme, fetch) if i in indices else c for i, c in enumerate(caches)]
+def _under(schemes: Mapping[int, Scheme], fetch: str, caches: list[Any]) -> list[Any]:
+    """`caches` with fresh ones at the indices of `schemes`."""
+    return [_new_cache(schemes[i], fetch) if i in schemes else c for i, c in enumerate(caches)]
+
+
+def _path_of(scheme: Scheme, path: str) -> str:
+    return path if isinstance(scheme, Turbo) else "host"
 
 
 def _new_cache(scheme: Scheme, fetch: str) -> Any:
@@ -160,28 +174,36 @@ def _new_cache(scheme: Scheme, fetch: str) -> Any:
     raise TypeError(f"no cache for {scheme!r}")
 
 
-def _decide(model: Any, scheme: Scheme) -> tuple[dict[int, LayerShape], list[str]]:
-    """Shapes of the caches that the scheme applies to; per cache, why it stays as it is.
+def _decide(model: Any, policy: Policy) -> tuple[dict[int, LayerShape], list[str]]:
+    """Shapes of the caches that are quantised; per cache, why it stays as it is.
 
     Raises:
-        UnsupportedModel: If the scheme cannot store a full-attention layer, or there is none.
+        UnsupportedModel: If a scheme cannot store a layer that takes it, or no layer takes one.
+        PolicyError: If a rule names a layer that has no scheme.
     """
     caches = plain_caches(model)
-    if isinstance(scheme, Off):
+    if isinstance(policy.uniform, Off):
         return {}, ["the scheme is off"] * len(caches)
-    _refuse_mla(model, scheme)
+    _refuse_mla(model, policy)
     layers = probe.full_layers(model, caches)
-    for layer in set(layers.values()):
-        check_layer(scheme, layer)
-    reasons = ["" if i in layers else _why_kept(c) for i, c in enumerate(caches)]
-    if all(reasons):
+    kinds = {i: "sliding" for i, c in enumerate(caches) if isinstance(c, host.RotatingKVCache)}
+    policy.check(kinds | {i: shape.kind for i, shape in layers.items()})
+    kept_plain = {i for i, s in layers.items() if isinstance(policy.of_layer(i, s.kind), Off)}
+    layers = {i: shape for i, shape in layers.items() if i not in kept_plain}
+    for i, layer in layers.items():
+        check_layer(policy.of_layer(i, layer.kind), layer)
+    reasons = [
+        "" if i in layers else "the policy says off" if i in kept_plain else _why_kept(c)
+        for i, c in enumerate(caches)
+    ]
+    if not layers:
         raise UnsupportedModel(
-            f"{scheme} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
+            f"{policy} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
         )
     return layers, reasons
 
 
-def _refuse_mla(model: Any, scheme: Scheme) -> None:
+def _refuse_mla(model: Any, policy: Policy) -> None:
     """Latent attention stores one joint vector per token, not keys and values per head.
 
     Raises:
@@ -189,7 +211,7 @@ def _refuse_mla(model: Any, scheme: Scheme) -> None:
     """
     if rank := getattr(probe.text_args(model), "kv_lora_rank", None):
         raise UnsupportedModel(
-            f"{scheme} stores keys and values per head; this model has multi-head latent "
+            f"{policy} stores keys and values per head; this model has multi-head latent "
             f"attention (kv_lora_rank {rank}), whose cache is compressed already"
         )
 
@@ -205,32 +227,34 @@ def _why_kept(cache: Any) -> str:
     return f"{name} is not a full-attention cache"
 
 
-def _choose_fetch(model: Any, scheme: Scheme, fetch: str, indices: set[int]) -> tuple[str, str]:
-    """The path of the quantised layers, and why it is not the one that auto prefers.
+def _choose_fetch(model: Any, schemes: Mapping[int, Scheme], fetch: str) -> tuple[str, str]:
+    """The path of the layers under turbo, and why it is not the one that auto prefers.
 
     Raises:
         UnsupportedModel: If the path asked for does not work on this model.
     """
-    if not isinstance(scheme, Turbo):
+    turbo = {i: scheme for i, scheme in schemes.items() if isinstance(scheme, Turbo)}
+    if not turbo:
         if fetch != "auto":
-            raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {scheme}")
-        if not isinstance(scheme, Off):
-            _check_runs(model, scheme, "host", indices)
+            said = ", ".join(sorted({str(scheme) for scheme in schemes.values()})) or "off"
+            raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {said}")
+        _check_runs(model, schemes, "host")
         return "host", ""
     # No option changes what is probed, and some delay it.
-    bare = Turbo(scheme.key_bits, scheme.value_bits)
+    bare = dict(schemes) | {i: Turbo(s.key_bits, s.value_bits) for i, s in turbo.items()}
     why = ""
     if fetch != "eager":
-        caches = _under(bare, "deferred", indices, plain_caches(model))
-        why = probe.deferred_refusal(model, caches, len(indices))
+        caches = _under(bare, "deferred", plain_caches(model))
+        why = probe.deferred_refusal(model, caches, len(turbo))
         if not why:
             return "deferred", ""
         if fetch == "deferred":
             raise UnsupportedModel(f"this model cannot take packed windows: {why}")
-    _check_runs(model, bare, "eager", indices)
+    _check_runs(model, bare, "eager")
     return "eager", why
 
 
-def _check_runs(model: Any, scheme: Scheme, path: str, indices: set[int]) -> None:
-    if error := probe.refusal(model, _under(scheme, path, indices, plain_caches(model))):
-        raise UnsupportedModel(f"this model does not run on {scheme} caches: {error}")
+def _check_runs(model: Any, schemes: Mapping[int, Scheme], path: str) -> None:
+    if schemes and (error := probe.refusal(model, _under(schemes, path, plain_caches(model)))):
+        said = ", ".join(sorted({str(scheme) for scheme in schemes.values()}))
+        raise UnsupportedModel(f"this model does not run on {said} caches: {error}")
