@@ -25,6 +25,19 @@ def test_a_policy_is_what_its_file_says(policy):
     assert Policy.from_dict(json.loads(json.dumps(policy.as_dict()))) == policy
 
 
+@given(policies)
+def test_a_policy_is_what_its_one_line_says(policy):
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "text", ["policy()", "policy(turbo; )", "policy(turbo; x: off)", "policy(turbo; 1 off)"]
+)
+def test_a_line_that_says_no_policy_is_refused(text):
+    with pytest.raises(SchemeError):
+        Policy.parse(text)
+
+
 @given(policies, st.integers(0, 45), st.sampled_from(LAYER_KINDS))
 def test_a_layer_takes_the_first_rule_that_names_it(policy, index, kind):
     expected = policy.default

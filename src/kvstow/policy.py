@@ -27,6 +27,7 @@ from kvstow.errors import PolicyError, SchemeError
 from kvstow.scheme import Scheme
 
 LAYER_KINDS = ("full", "sliding")  # of attention; layers without keys and values have no scheme
+_ONE_LINE = re.compile(r"policy\((?P<body>.+)\)")
 _RANGE = re.compile(r"(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?", re.ASCII)
 
 
@@ -79,6 +80,29 @@ class Policy:
             SchemeError: If `what` is a string outside the grammar of schemes.
         """
         return what if isinstance(what, Policy) else Policy(Scheme.parse(what))
+
+    @staticmethod
+    def parse(text: str) -> "Policy":
+        """The inverse of ``str``.
+
+        >>> str(Policy.parse("policy(turbo:k8v3; full 0-3: turbo:k8v8)"))
+        'policy(turbo:k8v3; full 0-3: turbo:k8v8)'
+
+        Raises:
+            PolicyError: If `text` says no policy.
+            SchemeError: If it is a scheme, and outside the grammar of those.
+        """
+        if not (match := _ONE_LINE.fullmatch(text)):
+            return Policy(Scheme.parse(text))
+        default, *rules = match["body"].split("; ")
+        content = []
+        for rule in rules:
+            about, _, scheme = rule.partition(": ")
+            first, _, rest = about.partition(" ")
+            kind, layers = (first, rest) if first in LAYER_KINDS else (None, about)
+            said = {"kind": kind, "layers": layers or None, "scheme": scheme}
+            content.append({key: value for key, value in said.items() if value is not None})
+        return Policy.from_dict({"default": default, "rules": content})
 
     @staticmethod
     def read(path: Path) -> "Policy":

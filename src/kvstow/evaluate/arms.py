@@ -8,6 +8,7 @@ what causes it. An arm has one spelling, ``Arm.parse(str(a)) == a``::
     <turbo>@keys | @values       only keys, or only values, quantised  (simulated)
     <scheme>@layer<N>            only the N-th cache of the model quantised
     off@bfloat16 | off@float16   the whole model in that dtype: the noise floor
+    policy:<file>                a JSON file of `policy`; spelled as the policy itself
     paper:mse<1..8>[@keys|@values], paper:prod<1..8>[...]
                                  the algorithms of the TurboQuant paper (simulated)
 
@@ -17,16 +18,19 @@ quality is real, and its bytes are computed, not allocated.
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from kvstow.errors import EvaluationError
 from kvstow.integrations.report import Fetch
+from kvstow.policy import Policy
 from kvstow.scheme import GROUP_SIZE, SCALE_BYTES, Off, Scheme, Turbo
 
 PAPER_BITS = range(1, 9)
 GRAMMAR = (
     "<scheme>, <turbo>@eager, <turbo>@deferred, <turbo>@keys, <turbo>@values, "
-    "<scheme>@layer<N>, off@bfloat16, off@float16, paper:mse<1..8> or paper:prod<1..8>"
+    "<scheme>@layer<N>, off@bfloat16, off@float16, policy:<file>, paper:mse<1..8> or "
+    "paper:prod<1..8>"
 )
 Part = Literal["both", "keys", "values"]
 _PARTS: dict[str, Part] = {part: part for part in get_args(Part)[1:]}
@@ -40,7 +44,8 @@ class Arm:
     """What is quantised, and how attention reaches it.
 
     Attributes:
-        scheme: Of the layers; for an arm of the paper, turbo, which says which layers.
+        scheme: Of the layers, or a policy; for an arm of the paper, turbo, which says which
+            layers.
         fetch: Of a turbo scheme.
         part: Which of keys and values are quantised.
         layer: The only cache that is, if one was named.
@@ -48,7 +53,7 @@ class Arm:
         paper: ``"mse3"``, an algorithm of the paper in the place of the scheme.
     """
 
-    scheme: Scheme
+    scheme: Scheme | Policy
     fetch: Fetch = "auto"
     part: Part = "both"
     layer: int | None = None
@@ -68,6 +73,10 @@ class Arm:
         """
         if isinstance(text, Arm):
             return text
+        if text.startswith("policy:"):
+            return Arm(Policy.read(Path(text.removeprefix("policy:"))))
+        if text.startswith("policy("):
+            return Arm(Policy.parse(text))
         name, at, modifier = text.partition("@")
         if name.startswith("paper:"):
             if not _PAPER.fullmatch(paper := name.removeprefix("paper:")):
@@ -99,12 +108,17 @@ class Arm:
 
         A part that is not quantised counts 16. `paper_bits` are those of the paper's
         quantiser, which knows its own metadata.
+
+        Raises:
+            TypeError: If the arm is a policy, under which layers differ.
         """
         if paper_bits is None and isinstance(self.scheme, Turbo):
             metadata = 8 * SCALE_BYTES / GROUP_SIZE
             keys = self.scheme.key_bits + 2 * metadata
             values = self.scheme.value_bits + metadata
         elif paper_bits is None:
+            if isinstance(self.scheme, Policy):
+                raise TypeError(f"layers differ under {self}")
             return self.scheme.bits_per_value(head_dim)
         else:
             keys = values = paper_bits

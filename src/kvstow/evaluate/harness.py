@@ -21,7 +21,9 @@ from kvstow.errors import EvaluationError, KvstowWarning
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.simulated import SimulatedKVCache, codec_of
 from kvstow.integrations import AttachReport, attached, usage
-from kvstow.integrations.mlx_lm import convert, read_shape
+from kvstow.integrations.mlx_lm import convert, probe
+from kvstow.integrations.mlx_lm.attach import plain_caches
+from kvstow.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Running:
     @property
     def converts(self) -> bool:
         """Whether the arm can take over a plain cache; if not, it needs the tokens themselves."""
-        return self.arm.dtype is None and not getattr(self.arm.scheme, "stored", False)
+        schemes = Policy.of(self.arm.scheme).schemes
+        return self.arm.dtype is None and not any(getattr(s, "stored", False) for s in schemes)
 
     def new(self) -> list[Any]:
         """An empty prompt cache."""
@@ -63,7 +66,7 @@ class Running:
         if not self.layers:
             return 16.0  # what every ratio is taken against, whatever the activations are
         weights = [shape.n_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.layers]
-        bits = [self._bits(shape.key_dim) for shape in self.layers]
+        bits = [self._bits(*layer) for layer in zip(self.quantised, self.layers, strict=True)]
         return float(np.average(bits, weights=weights))
 
     def about(self, caches: list[Any]) -> dict[str, Any]:
@@ -83,10 +86,10 @@ class Running:
             "nonfinite_groups": used.nonfinite_groups,
         }
 
-    def _bits(self, head_dim: int) -> float:
+    def _bits(self, index: int, shape: LayerShape) -> float:
         if self.arm.is_simulated:
-            return codec_of(self.arm, head_dim)[1]
-        return self.arm.bits_per_value(head_dim)
+            return codec_of(self.arm, shape.key_dim)[1]
+        return self.report.layers[index].scheme.bits_per_value(shape.key_dim)
 
     def _arm_caches(self, stored: list[Any], plain: list[Any]) -> list[Any]:
         """`stored`, with what is not of this arm taken out of it."""
@@ -119,8 +122,7 @@ def running(model: Any, arm: Arm) -> Iterator[Running]:
     unwarned = warnings.catch_warnings(action="ignore", category=KvstowWarning)  # we measure it
     with unwarned, attached(model, arm.scheme, fetch=arm.fetch) as report, _cast(model, arm.dtype):
         quantised = tuple(layer.index for layer in report.layers if layer.quantised)
-        full = read_shape(model).of_kind("full") if quantised else []
-        shapes = dict(zip(quantised, full, strict=True))
+        shapes = probe.full_layers(model, plain_caches(model)) if quantised else {}
         if arm.layer is not None:
             if arm.layer not in quantised:
                 raise EvaluationError(
