@@ -53,11 +53,12 @@ def test_people_get_a_table(needle):
     assert "depths 0, 1; without quantisation 100%" in " ".join(result.stdout.split())
     assert "200 tokens" in result.stdout
     (row,) = (line for line in result.stdout.splitlines() if "turbo:k8v3" in line)
-    assert [cell.strip() for cell in row.split("\u2502")[3:8]] == [
+    assert [cell.strip() for cell in row.split("\u2502")[3:9]] == [
         "2 of 2",
         "6.25",
         "2 of 2",
         "100%",
+        "34% to 100%",
         "1.00",
     ]
 

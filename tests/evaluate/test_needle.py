@@ -79,6 +79,7 @@ def test_what_is_not_found_is_counted_in_its_cell(model, monkeypatch):
     monkeypatch.setattr(needle, "_found", lambda *_: next(calls) != missed)
     row = reference.score(Arm.parse("turbo:k8v3"))
     assert (row["score"], row["score_off"], row["relative"]) == (7 / 8, 1, 7 / 8)
+    assert row["interval_95"] == pytest.approx([0.529, 0.978], abs=5e-4)
     assert [cell["n"] - cell["found"] for cell in row["cells"]].count(1) == 1
     assert all(cell["found_off"] == cell["n"] for cell in row["cells"])
 

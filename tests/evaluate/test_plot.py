@@ -38,7 +38,14 @@ ROWS = [
 SHOWN = {
     "kl": {"turbo:k8v2", "turbo:k8v8", "affine:4", "paper:mse3", "turbo:k8v3@keys", *MODELS},
     "layers": {"turbo:k8v3", "turbo:k4v3", *MODELS},
-    "needle": {"turbo:k8v3  75%", "turbo:k4v3  75%", "1,024", "50%", "3/4"},
+    "needle": {
+        "turbo:k8v3  75%",
+        "found 75% (55% to 88%)",
+        "turbo:k4v3  75%",
+        "1,024",
+        "50%",
+        "3/4",
+    },
     "law": {"2", "3", "4", "8", "4 times per bit"},
 }
 
@@ -208,6 +215,11 @@ def test_settings_keep_rows_apart_that_no_figure_may_join():
 def test_a_row_measured_again_with_the_same_result_counts_once():
     again = kl_row(commit="another", machine="Another", started="later", command="again")
     assert distinct([kl_row(), again]) == [kl_row()]
+
+
+def test_a_row_from_before_a_field_was_recorded_contradicts_no_later_one():
+    later = needle_row(interval_95=[0.55, 0.88], commit="later")
+    assert distinct([needle_row(), later]) == [needle_row()]
 
 
 def test_two_answers_to_one_question_are_refused_with_both_commits():

@@ -26,7 +26,7 @@ from kvstow.errors import EvaluationError
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.harness import Running, check_control, feed, running, settle
 from kvstow.evaluate.haystack import Haystack, Prompt
-from kvstow.evaluate.statistics import digits
+from kvstow.evaluate.statistics import digits, found_interval
 
 LENGTHS, DEPTHS, PER_CELL, CHUNK_TOKENS = (512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0), 2, 256
 ENOUGH = 0.8
@@ -111,10 +111,12 @@ class Reference:
             answers = self._read(run, on_step)
         check_control(arm, answers.nats - off.nats)
         score, score_off = answers.found.mean(), off.found.mean()
+        cells = self._cells(answers.found, off.found)
         return {
             **answers.about,
-            "cells": self._cells(answers.found, off.found),
+            "cells": cells,
             "score": digits(score),
+            "interval_95": digits(found_interval(cells)),
             "score_off": digits(score_off),
             "relative": digits(score / score_off),
         }

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from kvstow.evaluate.rows import Row
 from kvstow.evaluate.selection import about
+from kvstow.evaluate.statistics import found_interval
 
 MISSING = "-"
 PROFILE_COLUMNS = {
@@ -82,12 +83,19 @@ def ppl(rows: Sequence[Row]) -> Table:
 
 
 def needle(rows: Sequence[Row]) -> Table:
-    """Of one model in one setting."""
+    """Of one model in one setting; intervals are of the share found."""
+    heads = ["arm", "found", "95% interval", "found by off", "relative"]
     lines = [
-        [row["arm"], f"{row['score']:.1%}", f"{row['score_off']:.1%}", f"{row['relative']:.1%}"]
+        [
+            row["arm"],
+            f"{row['score']:.1%}",
+            "{:.1%} to {:.1%}".format(*found_interval(row["cells"])),
+            f"{row['score_off']:.1%}",
+            f"{row['relative']:.1%}",
+        ]
         for row in rows
     ]
-    return Table(["arm", "found", "found by off", "relative"], lines)
+    return Table(heads, lines)
 
 
 def profile(row: Row) -> Table:

@@ -36,7 +36,8 @@ def distinct(rows: Iterable[Row]) -> list[Row]:
         check(row)
         asked = _text({key: row.get(key) for key in IDENTITY})
         first = kept.setdefault(asked, row)
-        fields = sorted((first.keys() | row.keys()) - {*PROVENANCE})
+        # A field that one of them lacks is of a later version: it contradicts nothing.
+        fields = sorted((first.keys() & row.keys()) - {*PROVENANCE})
         changed = [key for key in fields if _text(first.get(key)) != _text(row.get(key))]
         if changed:
             raise EvaluationError(
@@ -180,7 +181,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and _is_number(value)
 
 
 def _is_text(value: Any) -> bool:

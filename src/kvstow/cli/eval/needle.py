@@ -17,6 +17,7 @@ from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.evaluate.statistics import found_interval
 from kvstow.evaluate.texts import Text
 from kvstow.models import read_config
 from kvstow.require import require
@@ -158,7 +159,7 @@ def table(rows: list[Row]) -> Table:
     for column in ("arm", "fetch", "layers"):
         shown.add_column(column, no_wrap=True)
     columns = ["bits", *(f"{length} tokens" for length in window["lengths"])]
-    for column in (*columns, "found", "vs off"):
+    for column in (*columns, "found", "95% interval", "vs off"):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         by_length = [
@@ -172,6 +173,7 @@ def table(rows: list[Row]) -> Table:
             f"{row['bits_per_value']:.2f}",
             *(f"{_sum(cells, 'found')} of {_sum(cells, 'n')}" for cells in by_length),
             f"{row['score']:.0%}",
+            "{:.0%} to {:.0%}".format(*found_interval(row["cells"])),
             f"{row['relative']:.2f}",
         )
     return shown

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from kvstow.evaluate.figures.canvas import caption, clean, new_figure
 from kvstow.evaluate.rows import Row
+from kvstow.evaluate.statistics import found_interval
 
 COLUMNS = 3
 DARK = 0.5  # below it letters are white
@@ -19,8 +20,9 @@ LETTERS: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
 SCALE = colormaps["cividis"].resampled(20)
 COLOURS: dict[str, Any] = {"cmap": SCALE, "vmin": 0, "vmax": 1, "edgecolors": "white", "lw": 0.5}
 SAYS = (
-    "In each cell: found by the arm / found by the unquantised model, of {}. The colour is their "
-    "ratio; a cell is white where the unquantised model finds nothing."
+    "Above each panel: found relative to the unquantised model, and found of all prompts with its "
+    "95% interval. In each cell: found by the arm / found by the unquantised model, of {}. The "
+    "colour is their ratio; a cell is white where the unquantised model finds nothing."
 )
 
 
@@ -37,7 +39,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     for row, axes in zip(rows, panels.flat, strict=False):
         mesh = _panel(axes, row, lengths, depths)
         model = f"{clean(row['model'])}\n" if n_models > 1 else ""
-        title = f"{model}{row['arm']}  {row['relative']:.0%}"
+        low, high = found_interval(row["cells"])
+        found = f"found {row['score']:.0%} ({low:.0%} to {high:.0%})"
+        title = f"{model}{row['arm']}  {row['relative']:.0%}\n{found}"
         axes.set_title(title, loc="left", fontsize=8)
     for axes in panels.flat[len(rows) :]:
         axes.set_axis_off()
