@@ -90,3 +90,17 @@ def _no_rows(path):
     other = path.with_suffix(".jsonl")
     other.write_text("{}\n")
     return other
+
+
+@pytest.mark.parametrize("name", ["missing/rows.jsonl", "a.txt/rows.jsonl"])
+def test_a_file_that_cannot_be_written_is_a_usage_error_before_the_model_loads(
+    refused, ask, tmp_path, name
+):
+    said = refused(*ask, "--output", tmp_path / name, code=2)
+    assert "Invalid value for '--output': cannot write" in said
+
+
+def test_a_run_that_is_refused_leaves_no_file(refused, ask, tmp_path):
+    output = tmp_path / "rows.jsonl"
+    refused(*ask, "--output", output, "--texts", 3, code=1)
+    assert not output.exists()

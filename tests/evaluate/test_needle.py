@@ -168,6 +168,18 @@ def test_a_model_that_finds_nothing_is_refused_with_the_cells_that_fail(model, m
         reference_of(model).score(Arm.parse("turbo:k8v3"))
 
 
+def test_the_unquantised_model_reads_once_also_where_it_finds_too_little(model, monkeypatch):
+    monkeypatch.setattr(needle, "_found", lambda *_: False)
+    reference = reference_of(model)
+    reads = []
+    honest = reference._read
+    monkeypatch.setattr(reference, "_read", lambda *args: (reads.append(1), honest(*args))[1])
+    for arm in ("off", "turbo:k8v3"):
+        with pytest.raises(EvaluationError, match="finds 0 of 8 facts"):
+            reference.score(Arm.parse(arm))
+    assert len(reads) == 1
+
+
 def test_only_prompts_that_are_alike_are_rows_of_one_batch(model, monkeypatch):
     monkeypatch.setattr(needle, "TOKENS_AT_ONCE", 400)
     prompts = reference_of(model, needle.Window((180, 220), (0.0, 0.5, 1.0), 3)).prompts

@@ -107,6 +107,7 @@ class Reference:
             UnsupportedModel: If the model cannot be stored so.
         """
         off = self._answers  # before the arm is attached
+        self._check_enough(off.found)
         with running(self.model, arm) as run:
             answers = self._read(run, on_step)
         check_control(arm, answers.nats - off.nats)
@@ -124,20 +125,21 @@ class Reference:
     @cached_property
     def _answers(self) -> Answers:
         with running(self.model, Arm.parse("off")) as run:
-            answers = self._read(run, lambda *_: None)
-        if answers.found.mean() < ENOUGH:
-            cells = self._cells(answers.found, answers.found)
-            missed = [
-                f"{cell['found']} of {cell['n']} at length {cell['length']} depth {cell['depth']:g}"
-                for cell in cells
-                if cell["found"] < cell["n"]
-            ]
-            raise EvaluationError(
-                f"without quantisation this model finds {answers.found.sum()} of "
-                f"{answers.found.size} facts, and {ENOUGH:.0%} are needed to say anything of an "
-                f"arm: {', '.join(missed)}; try shorter lengths or a larger model"
-            )
-        return answers
+            return self._read(run, lambda *_: None)
+
+    def _check_enough(self, found: np.ndarray) -> None:
+        if found.mean() >= ENOUGH:
+            return
+        missed = [
+            f"{cell['found']} of {cell['n']} at length {cell['length']} depth {cell['depth']:g}"
+            for cell in self._cells(found, found)
+            if cell["found"] < cell["n"]
+        ]
+        raise EvaluationError(
+            f"without quantisation this model finds {found.sum()} of {found.size} facts, and "
+            f"{ENOUGH:.0%} are needed to say anything of an arm: {', '.join(missed)}; "
+            "try shorter lengths or a larger model"
+        )
 
     def _read(self, run: Running, on_step: OnStep) -> Answers:
         """Every prompt, in batches."""

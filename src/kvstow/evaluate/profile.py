@@ -28,8 +28,19 @@ from kvstow.integrations.mlx_lm import hardness
 from kvstow.integrations.mlx_lm.attach import plain_caches
 from kvstow.scheme import GROUP_SIZE
 
-N_TEXTS, N_TOKENS = 8, 160
+N_TOKENS = 160
 OUTLIER = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much of each text is read."""
+
+    n_tokens: int = N_TOKENS
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a row of results."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,17 @@ def read_files(paths: Sequence[Path]) -> list[Text]:
     return texts
 
 
+def first(texts: Sequence[Text], n: int) -> list[Text]:
+    """The first `n` of `texts`.
+
+    Raises:
+        TextError: If there are fewer.
+    """
+    if len(texts) < n:
+        raise TextError(f"{n} texts are needed, there are {len(texts)}")
+    return list(texts[:n])
+
+
 def passages(
     tokenizer: Any, texts: Sequence[Text], n_tokens: int, *, n: int | None = None
 ) -> Passages:
@@ -100,9 +111,7 @@ def passages(
     Raises:
         TextError: If there are fewer than `n` texts, or one is shorter than that.
     """
-    chosen = list(texts if n is None else texts[:n])
-    if not chosen or (n is not None and len(chosen) < n):
-        raise TextError(f"{n or 1} texts are needed, there are {len(chosen)}")
+    chosen = first(texts, max(len(texts), 1) if n is None else n)
     rows = [tokenizer.encode(text.text)[:n_tokens] for text in chosen]
     for text, row in zip(chosen, rows, strict=True):
         if len(row) < n_tokens:

@@ -10,11 +10,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.run import Bench, bench, chosen_passages, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.evaluate.texts import passages as passages_of
 from kvstow.models import read_config
 from kvstow.require import require
 
@@ -79,16 +80,20 @@ def kl(
     """
     measure = require("kvstow.evaluate.kl")
     window = measure.Window(prefix, steps, build)
-    check_context(read_config(model).context_length, "--prefix", prefix, steps, "steps")
+    check_fit(read_config(model).context_length, window)
+    texts = chosen_texts(files, sources, n_texts)
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        passages = chosen_passages(
-            on.tokenizer, window.n_tokens, n_texts=n_texts, files=files, sources=sources
-        )
+        passages = passages_of(on.tokenizer, texts, window.n_tokens)
         rows = on.measure(
             questions(on, arms, passages, window), show=json_line if as_json else lambda _: None
         )
     if not as_json:
         table_console().print(table(rows))
+
+
+def check_fit(limit: int | None, window: Any) -> None:
+    """Refuse a window beyond the model's context, as `check_context` does."""
+    check_context(limit, "--prefix", window.prefix_tokens, window.steps, "steps")
 
 
 def questions(on: Bench, arms: tuple[Arm, ...], passages: Any, window: Any) -> list[Any]:

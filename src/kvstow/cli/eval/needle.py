@@ -22,6 +22,7 @@ from kvstow.evaluate.texts import Text
 from kvstow.models import read_config
 from kvstow.require import require
 
+SOURCES = ("moby-dick",)
 DEFAULT_ARMS = ("off", "affine:8", "affine:4", "turbo:k8v4", "turbo:k8v3")
 
 
@@ -101,10 +102,9 @@ def needle(
     window = measure.Window(
         tuple(sorted(set(lengths))), chosen_depths(depths, n_depths), per_cell, prefix_hit, chunk
     )
-    limit = read_config(model).context_length
-    check_context(limit, "--length", max(lengths), measure.ANSWER_TOKENS, "tokens of an answer")
+    check_fit(read_config(model).context_length, window)
+    texts = chosen_texts(files, SOURCES)
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        texts = chosen_texts(files, ["moby-dick"])
         rows = on.measure(
             questions(on, arms, texts, window), show=json_line if as_json else lambda _: None
         )
@@ -125,6 +125,12 @@ def chosen_depths(depths: Iterable[float], n: int | None) -> tuple[float, ...]:
     if named and n is not None:
         raise click.UsageError(f"give --depth or --depths, got both: {named} and {n}")
     return named or tuple(np.linspace(0, 1, n or 5).round(4).tolist())
+
+
+def check_fit(limit: int | None, window: Any) -> None:
+    """Refuse a window beyond the model's context, as `check_context` does."""
+    answer = require("kvstow.evaluate.needle").ANSWER_TOKENS
+    check_context(limit, "--length", max(window.lengths), answer, "tokens of an answer")
 
 
 def questions(on: Bench, arms: tuple[Arm, ...], texts: Sequence[Text], window: Any) -> list[Any]:

@@ -52,11 +52,6 @@ sources = click.option(
     default=SOURCES,
     help=f"Of the bundled texts; may be repeated.  [default: {', '.join(SOURCES)}]",
 )
-output = click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Append one JSON row per result to this file; rows that it holds are not measured again.",
-)
 name = click.option("--name", help="What rows call the model.  [default: the last part of --model]")
 dtype = click.option(
     "--dtype",
@@ -65,3 +60,32 @@ dtype = click.option(
     show_default=True,
     help="Of weights and activations. Below float32, its own noise hides small differences.",
 )
+
+
+def writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that rows cannot go to before there are any; leaves none behind."""
+    if path is None:
+        return None
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {str(path)!r}: {error.strerror}.") from error
+    return path
+
+
+def output_to(*, required: bool) -> Callable[[Any], Any]:
+    """Make an ``--output``."""
+    return click.option(
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=writable,
+        required=required,
+        help="Append one JSON row per result to this file; rows that it holds are not measured "
+        "again.",
+    )
+
+
+output = output_to(required=False)

@@ -10,11 +10,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import kl, params
-from kvstow.cli.eval.run import bench, chosen_passages, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
+from kvstow.evaluate.texts import passages as passages_of
 from kvstow.models import read_config
 from kvstow.require import require
 from kvstow.scheme import Off
@@ -73,26 +74,15 @@ def profile(
     A layer's hardness is the error of its keys at 4 bits over the distances between them.
     Beyond the threshold of 0.5, schemes with fewer than 8 bits for keys are not for this model.
     """
-    measure = require("kvstow.evaluate.profile")
-    window = _window(n_tokens) if layers_kl else None
-    check_context(read_config(model).context_length, "--tokens", n_tokens)
+    window = require("kvstow.evaluate.profile").Window(n_tokens)
+    scored = _scored(n_tokens) if layers_kl else None
+    check_fit(read_config(model).context_length, window)
+    texts = chosen_texts(files, sources, n_texts)
     arms = [layers_kl] if layers_kl else []
     show = json_line if as_json else lambda _: None
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        passages = chosen_passages(
-            on.tokenizer, n_tokens, n_texts=n_texts, files=files, sources=sources
-        )
-        about = {
-            "measure": "profile",
-            "window": {"n_tokens": n_tokens},
-            "texts": passages.about(),
-        }
-
-        def answer(_: Step) -> Row:
-            described: Row = measure.profile(on.model, passages).as_dict()
-            return described
-
-        (row,) = on.measure([(about, answer)], show=show)
+        passages = passages_of(on.tokenizer, texts, n_tokens)
+        (row,) = on.measure(questions(on, (), passages, window), show=show)
         if not as_json:
             table_console().print(table(row))
             click.echo(verdict(row))
@@ -100,9 +90,26 @@ def profile(
             of_layers = tuple(
                 replace(layers_kl, layer=layer["index"]) for layer in row["layers_profile"]
             )
-            rows = on.measure(kl.questions(on, of_layers, passages, window), show=show)
+            rows = on.measure(kl.questions(on, of_layers, passages, scored), show=show)
             if not as_json:
                 table_console().print(kl.table(rows))
+
+
+def check_fit(limit: int | None, window: Any) -> None:
+    """Refuse a window beyond the model's context, as `check_context` does."""
+    check_context(limit, "--tokens", window.n_tokens)
+
+
+def questions(on: Bench, _: tuple[Arm, ...], passages: Any, window: Any) -> list[Any]:
+    """The one there is, for `Bench.measure`: no arm changes what a model is."""
+    measure = require("kvstow.evaluate.profile")
+    about = {"measure": "profile", "window": window.as_dict(), "texts": passages.about()}
+
+    def answer(_: Step) -> Row:
+        described: Row = measure.profile(on.model, passages).as_dict()
+        return described
+
+    return [(about, answer)]
 
 
 def table(row: Row) -> Table:
@@ -143,7 +150,7 @@ def verdict(row: Row) -> str:
     )
 
 
-def _window(n_tokens: int) -> Any:
+def _scored(n_tokens: int) -> Any:
     """The last steps of the same texts."""
     measure = require("kvstow.evaluate.kl")
     prefix = n_tokens - measure.STEPS - 1

@@ -17,7 +17,7 @@ from kvstow.cli.refuse import refuse
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.environment import environment
 from kvstow.evaluate.rows import ResultFile, Row
-from kvstow.evaluate.texts import Passages, Text, bundled, passages, read_files
+from kvstow.evaluate.texts import Text, bundled, first, read_files
 from kvstow.models import load, read_config
 
 N_TEXTS = 16
@@ -97,26 +97,16 @@ def bench(
         raise
 
 
-def chosen_passages(
-    tokenizer: Any,
-    n_tokens: int,
-    *,
-    n_texts: int | None,
-    files: Sequence[Path],
-    sources: Sequence[str],
-) -> Passages:
-    """What the options of texts ask for, `n_tokens` of each: all files unless fewer are asked for.
+def chosen_texts(
+    files: Sequence[Path], sources: Sequence[str], n_texts: int | None = None
+) -> list[Text]:
+    """The user's own texts, all unless fewer are asked for, or some of the bundled ones.
 
     Raises:
-        TextError: If there are fewer texts, or one is shorter.
+        TextError: If there are fewer, or one cannot be read.
     """
-    n = n_texts or len(files) or N_TEXTS
-    return passages(tokenizer, chosen_texts(files, sources), n_tokens, n=n)
-
-
-def chosen_texts(files: Sequence[Path], sources: Sequence[str]) -> list[Text]:
-    """The user's own texts, or the bundled ones."""
-    return read_files(files) if files else bundled(sources)
+    texts = read_files(files) if files else bundled(sources)
+    return first(texts, n_texts or len(files) or N_TEXTS)
 
 
 def json_line(row: Row) -> None:
