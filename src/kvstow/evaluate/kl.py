@@ -41,6 +41,15 @@ class Window:
         """Tokens that a text must have: the last step's prediction needs a true token."""
         return self.prefix_tokens + self.steps + 1
 
+    @property
+    def n_attended(self) -> int:
+        """Most tokens that anything scored finds in the cache."""
+        return self.prefix_tokens + self.steps - 1
+
+    def n_read(self, n_texts: int) -> int:
+        """Tokens that one arm reads."""
+        return n_texts * self.n_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """For a row of results."""
         return asdict(self)

@@ -46,6 +46,15 @@ class Window:
     prefix_hit: bool = False
     chunk_tokens: int = CHUNK_TOKENS
 
+    @property
+    def n_attended(self) -> int:
+        """Most tokens that anything scored finds in the cache, before the answer."""
+        return max(self.lengths) - 1
+
+    def n_read(self, _: int) -> int:
+        """Tokens that one arm reads, of however many texts."""
+        return len(self.depths) * self.per_cell * sum(self.lengths)
+
     def as_dict(self) -> dict[str, Any]:
         """For a row of results."""
         return asdict(self) | {"lengths": list(self.lengths), "depths": list(self.depths)}

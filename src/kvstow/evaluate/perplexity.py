@@ -56,6 +56,15 @@ class Window:
         """Scored tokens of each text."""
         return self.n_tokens - 1 - self.chunk_tokens
 
+    @property
+    def n_attended(self) -> int:
+        """Most tokens that anything scored finds in the cache."""
+        return [begin for begin, _ in self.chunks()][-1]
+
+    def n_read(self, n_texts: int) -> int:
+        """Tokens that one arm reads."""
+        return n_texts * self.n_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """For a row of results."""
         return asdict(self)

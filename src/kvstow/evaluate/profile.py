@@ -38,6 +38,10 @@ class Window:
 
     n_tokens: int = N_TOKENS
 
+    def n_read(self, n_texts: int) -> int:
+        """Tokens that one arm reads."""
+        return n_texts * self.n_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """For a row of results."""
         return asdict(self)

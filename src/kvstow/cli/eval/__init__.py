@@ -17,6 +17,7 @@ COMMANDS = {
         "Say how hard a model's keys are, layer by layer.",
     ),
     "diff": ("kvstow.cli.eval.diff", "Show where the answers of two arms part."),
+    "sweep": ("kvstow.cli.eval.sweep", "Take every measure of several arms, into one file."),
     "plot": ("kvstow.cli.eval.plot", "Draw rows of results as a figure, without a model."),
     "report": (
         "kvstow.cli.eval.report",

@@ -1,5 +1,6 @@
 """``kvstow eval kl``: the seed's Gate 3, on the user's own model."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
-from kvstow.evaluate.texts import passages as passages_of
+from kvstow.evaluate.texts import Text, passages
 from kvstow.models import read_config
 from kvstow.require import require
 
@@ -83,12 +84,9 @@ def kl(
     check_fit(read_config(model).context_length, window)
     texts = chosen_texts(files, sources, n_texts)
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        passages = passages_of(on.tokenizer, texts, window.n_tokens)
-        rows = on.measure(
-            questions(on, arms, passages, window), show=json_line if as_json else lambda _: None
-        )
+        rows = on.measure(questions(on, arms, texts, window), show=row_shower(as_json))
     if not as_json:
-        table_console().print(table(rows))
+        show(rows)
 
 
 def check_fit(limit: int | None, window: Any) -> None:
@@ -96,17 +94,23 @@ def check_fit(limit: int | None, window: Any) -> None:
     check_context(limit, "--prefix", window.prefix_tokens, window.steps, "steps")
 
 
-def questions(on: Bench, arms: tuple[Arm, ...], passages: Any, window: Any) -> list[Any]:
+def questions(on: Bench, arms: tuple[Arm, ...], texts: Sequence[Text], window: Any) -> list[Any]:
     """One per arm, for `Bench.measure`."""
     measure = require("kvstow.evaluate.kl")
-    reference = measure.Reference(on.model, passages, window)
-    about = {"measure": "kl", "window": window.as_dict(), "texts": passages.about()}
+    read = passages(on.tokenizer, texts, window.n_tokens)
+    reference = measure.Reference(on.model, read, window)
+    about = {"measure": "kl", "window": window.as_dict(), "texts": read.about()}
 
     def answer(arm: Arm, step: Step) -> Row:
         scores: Row = reference.score(arm, on_step=step).as_dict()
         return {**scores, "reference_ppl": round(reference.perplexity, 4)}
 
     return [({**about, "arm": str(arm)}, partial(answer, arm)) for arm in arms]
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    table_console().print(table(rows))
 
 
 def table(rows: list[Row]) -> Table:

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
-from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
@@ -105,11 +105,9 @@ def needle(
     check_fit(read_config(model).context_length, window)
     texts = chosen_texts(files, SOURCES)
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        rows = on.measure(
-            questions(on, arms, texts, window), show=json_line if as_json else lambda _: None
-        )
+        rows = on.measure(questions(on, arms, texts, window), show=row_shower(as_json))
     if not as_json:
-        table_console().print(table(rows))
+        show(rows)
 
 
 def chosen_depths(depths: Iterable[float], n: int | None) -> tuple[float, ...]:
@@ -149,6 +147,11 @@ def questions(on: Bench, arms: tuple[Arm, ...], texts: Sequence[Text], window: A
         return row
 
     return [({**about, "arm": str(arm)}, partial(answer, arm)) for arm in arms]
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    table_console().print(table(rows))
 
 
 def table(rows: list[Row]) -> Table:

@@ -1,5 +1,6 @@
 """``kvstow eval profile``: whether a model's keys survive 4 bits, and which layers do not."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import kl, params
-from kvstow.cli.eval.run import Bench, bench, chosen_texts, json_line
+from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import Row
-from kvstow.evaluate.texts import passages as passages_of
+from kvstow.evaluate.texts import Text, passages
 from kvstow.models import read_config
 from kvstow.require import require
 from kvstow.scheme import Off
@@ -79,20 +80,18 @@ def profile(
     check_fit(read_config(model).context_length, window)
     texts = chosen_texts(files, sources, n_texts)
     arms = [layers_kl] if layers_kl else []
-    show = json_line if as_json else lambda _: None
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
-        passages = passages_of(on.tokenizer, texts, n_tokens)
-        (row,) = on.measure(questions(on, (), passages, window), show=show)
+        rows = on.measure(questions(on, (), texts, window), show=row_shower(as_json))
         if not as_json:
-            table_console().print(table(row))
-            click.echo(verdict(row))
+            show(rows)
         if layers_kl:
             of_layers = tuple(
-                replace(layers_kl, layer=layer["index"]) for layer in row["layers_profile"]
+                replace(layers_kl, layer=layer["index"]) for layer in rows[0]["layers_profile"]
             )
-            rows = on.measure(kl.questions(on, of_layers, passages, scored), show=show)
+            asked = kl.questions(on, of_layers, texts, scored)
+            rows = on.measure(asked, show=row_shower(as_json))
             if not as_json:
-                table_console().print(kl.table(rows))
+                kl.show(rows)
 
 
 def check_fit(limit: int | None, window: Any) -> None:
@@ -100,16 +99,24 @@ def check_fit(limit: int | None, window: Any) -> None:
     check_context(limit, "--tokens", window.n_tokens)
 
 
-def questions(on: Bench, _: tuple[Arm, ...], passages: Any, window: Any) -> list[Any]:
+def questions(on: Bench, _: tuple[Arm, ...], texts: Sequence[Text], window: Any) -> list[Any]:
     """The one there is, for `Bench.measure`: no arm changes what a model is."""
     measure = require("kvstow.evaluate.profile")
-    about = {"measure": "profile", "window": window.as_dict(), "texts": passages.about()}
+    read = passages(on.tokenizer, texts, window.n_tokens)
+    about = {"measure": "profile", "window": window.as_dict(), "texts": read.about()}
 
     def answer(_: Step) -> Row:
-        described: Row = measure.profile(on.model, passages).as_dict()
+        described: Row = measure.profile(on.model, read).as_dict()
         return described
 
     return [(about, answer)]
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table, and what to do about it."""
+    for row in rows:
+        table_console().print(table(row))
+        click.echo(verdict(row))
 
 
 def table(row: Row) -> Table:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from kvstow.blas import use_fast_blas
 from kvstow.cli.console import say
 from kvstow.cli.progress import Step, progress_bar
 from kvstow.cli.refuse import refuse
+from kvstow.errors import EvaluationError, KvstowError, UnsupportedModel
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.environment import environment
 from kvstow.evaluate.rows import ResultFile, Row
@@ -44,6 +45,8 @@ class Bench:
         questions: Sequence[tuple[Row, Callable[[Step], Row]]],
         *,
         show: Callable[[Row], None],
+        bar: Step | None = None,
+        excuse: Callable[[Row, KvstowError], None] | None = None,
     ) -> list[Row]:
         """Answer each question that the file does not answer yet; returns all rows, in order.
 
@@ -51,14 +54,27 @@ class Bench:
             questions: The identity of a row, and the function that measures the rest of it,
                 which is told how to move the bar of its own question.
             show: Called with each row as soon as there is one.
+            bar: Moves a progress bar; one of its own if None.
+            excuse: Told which question has no answer and why, after which the others are asked;
+                if None, the first such error ends the run.
+
+        Raises:
+            EvaluationError, UnsupportedModel: What a question is refused with.
         """
         rows = []
-        with progress_bar("measuring") as step:
+        with nullcontext(bar) if bar else progress_bar("measuring") as step:
             for i, (identity, answer) in enumerate(questions):
                 asked = {**identity, **{k: self.about[k] for k in ("model", "dtype")}}
                 row = self.results.find(**asked)
                 if row is None:
-                    row = {**asked, **answer(_within(step, i, len(questions), asked)), **self.about}
+                    try:
+                        measured = answer(_within(step, i, len(questions), asked))
+                    except (EvaluationError, UnsupportedModel) as error:
+                        if excuse is None:
+                            raise
+                        excuse(asked, error)
+                        continue
+                    row = {**asked, **measured, **self.about}
                     self.results.append(row)
                 rows.append(row)
                 show(row)
@@ -109,9 +125,9 @@ def chosen_texts(
     return first(texts, n_texts or len(files) or N_TEXTS)
 
 
-def json_line(row: Row) -> None:
-    """One row on standard output."""
-    click.echo(json.dumps(row))
+def row_shower(as_json: bool) -> Callable[[Row], None]:
+    """What is done with each row: print it as a line of JSON, or nothing, as a table follows."""
+    return lambda row: click.echo(json.dumps(row)) if as_json else None
 
 
 def _within(step: Step, done: int, total: int, asked: Row) -> Step:
