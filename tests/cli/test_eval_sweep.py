@@ -86,6 +86,16 @@ def identities(path):
     return [(row["measure"], row.get("arm")) for row in rows_in(path.read_text())]
 
 
+def test_the_help_says_how_many_tokens_an_arm_reads():
+    shown = " ".join(sweep_module.sweep.help.split())
+    modules = [sweep_module.require(f"kvstow.evaluate.{n}") for n in ("kl", "perplexity", "needle")]
+    kl, ppl, facts = (module.Window().n_read(run_module.N_TEXTS) for module in modules)
+    said = (
+        f"kl reads {kl:,} tokens of {run_module.N_TEXTS} texts, ppl {ppl:,}, and needle {facts:,}"
+    )
+    assert said in shown
+
+
 def test_every_measure_of_every_arm_is_a_row(swept):
     rows = rows_in(swept)
     assert [(row["measure"], row.get("arm")) for row in rows] == IDENTITIES
@@ -329,3 +339,14 @@ def test_the_bar_never_goes_back_and_ends_full(sweep, monkeypatch):
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1)
     assert {label for _, label in moves} == {"kl off", "kl turbo:k8v3", "ppl off", "ppl turbo:k8v3"}
+
+
+def test_a_profile_alone_asks_nothing_of_arms(cli, model, output, monkeypatch):
+    asked = []
+    monkeypatch.setattr(run_module, "refuse", lambda _, schemes, *__: asked.extend(schemes))
+    result = cli(
+        *("eval", "sweep", "--model", model, "--texts", 2, "--output", output),
+        *("--measure", "profile", "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    assert (identities(output), asked) == ([("profile", None)], [])

@@ -23,7 +23,7 @@ def progress_bar(label: str, *, shown: bool = True) -> Iterator[Step]:
     with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
         task = progress.add_task(label, total=None)
 
-        def step(done: int, total: int, label: str = label) -> None:
+        def step(done: float, total: int, label: str = label) -> None:
             progress.update(task, completed=done, total=total, description=label)
 
         yield step

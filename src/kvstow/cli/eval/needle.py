@@ -96,7 +96,8 @@ def needle(
 
     The text is Moby-Dick, or your own; the fact a city's secret code, which the model has to
     write again at the end. Scores are relative to the unquantised model on the same prompts,
-    and nothing is measured where that one finds less than 80%.
+    and nothing is measured where that one finds less than 80%. The interval is of the share
+    found, as so many prompts show it (Wilson's).
     """
     measure = require("kvstow.evaluate.needle")
     window = measure.Window(

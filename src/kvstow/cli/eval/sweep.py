@@ -104,21 +104,23 @@ def sweep(
     """Take every measure of several arms, into one file.
 
     The rows are those of kvstow eval kl, ppl, needle and profile with the windows that these have
-    by default, and rows that the file holds are not measured again. What cannot be measured is
-    said on standard error, with the reason, and the rest goes on: an arm that the model cannot
-    take, needle where the unquantised model finds less than 80%.
+    by default, and rows that the file holds are not measured again. For each arm, kl reads 2,560
+    tokens of 16 texts, ppl 8,192, and needle 15,360 of a text of its own.
+
+    What cannot be measured is said on standard error, with the reason, and the rest goes on: an
+    arm that the model cannot take, needle where the unquantised model finds less than 80%.
     """
     check_used(context, measures)
     config = read_config(model)
     parts = [
-        part(measure, n_texts=n_texts, files=files, sources=sources, limit=config.context_length)
+        planned(measure, n_texts=n_texts, files=files, sources=sources, limit=config.context_length)
         for measure in VERBS
         if measure in measures
     ]
-    if any(part.name in USERS["arms"][1] for part in parts):
-        unfit = unfit_for_model(config.config, arms, dtype)
-        say_unmeasured("", unfit)
-        arms = tuple(arm for arm in dict.fromkeys(arms) if str(arm) not in unfit)
+    arms = tuple(dict.fromkeys(arms)) if takes_arms(measures) else ()
+    unfit = unfit_for_model(config.config, arms, dtype)
+    say_unmeasured("", unfit)
+    arms = tuple(arm for arm in arms if str(arm) not in unfit)
     parts = list(with_arms(parts, arms))
     if not parts:
         raise nothing()
@@ -148,7 +150,12 @@ def check_used(context: click.Context, measures: Sequence[str]) -> None:
             )
 
 
-def part(
+def takes_arms(measures: Sequence[str]) -> bool:
+    """Whether any of `measures` does."""
+    return not USERS["arms"][1].isdisjoint(measures)
+
+
+def planned(
     name: str,
     *,
     n_texts: int | None,
@@ -178,7 +185,7 @@ def part(
 def with_arms(parts: Sequence[Part], arms: Sequence[Arm]) -> Iterator[Part]:
     """Those of `parts` that have something to measure, each with the arms it can take."""
     for each in parts:
-        if each.name not in USERS["arms"][1]:
+        if not takes_arms([each.name]):
             yield each
             continue
         unfit = unfit_for_window(arms, each.window.n_attended)
@@ -203,11 +210,12 @@ def measure_all(
     with progress_bar("measuring") as step:
         for name in [*asked]:
             own = asked.pop(name)  # the logits and caches it keeps go when it is done
-            bar = partial(_within, step, done, len(own) * tokens[name], total)
+            share = len(own) * tokens[name]
+            bar = _within(step, done, share, total)
             refused: dict[str, str] = {}
             rows[name] = on.measure(own, show=show, bar=bar, excuse=partial(_note, refused))
             say_unmeasured(name, refused)
-            done += len(own) * tokens[name]
+            done += share
     return rows
 
 
@@ -247,7 +255,10 @@ def _note(reasons: dict[str, str], question: Row, error: KvstowError) -> None:
     reasons[arm] = str(error).removeprefix(f"{arm}: ")
 
 
-def _within(step: Step, before: int, share: int, total: int, *moved: Any) -> None:
+def _within(step: Step, before: int, share: int, total: int) -> Step:
     """Move the bar of the sweep by parts of one measure, weighed by the tokens it reads."""
-    done, of, label = moved
-    step(before + share * done / of, total, label)
+
+    def part(done: int, of: int, label: str) -> None:
+        step(before + share * done / of, total, label)
+
+    return part
