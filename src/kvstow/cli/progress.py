@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 Step = Callable[..., None]
+SPEED_OVER_S = 3600.0  # a batch of prompts takes minutes: rich's own 30 s would see no two steps
 
 
 @contextmanager
@@ -20,7 +21,13 @@ def progress_bar(label: str, *, shown: bool = True) -> Iterator[Step]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     visible = shown and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not visible,
+        speed_estimate_period=SPEED_OVER_S,
+    ) as progress:
         task = progress.add_task(label, total=None)
 
         def step(done: float, total: int, label: str = label) -> None:

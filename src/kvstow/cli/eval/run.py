@@ -62,23 +62,33 @@ class Bench:
             EvaluationError, UnsupportedModel: What a question is refused with.
         """
         rows = []
+        done, total = 0, self.n_unanswered(questions)
         with nullcontext(bar) if bar else progress_bar("measuring") as step:
-            for i, (identity, answer) in enumerate(questions):
-                asked = {**identity, **{k: self.about[k] for k in ("model", "dtype")}}
+            for identity, answer in questions:
+                asked = self._asked(identity)
                 row = self.results.find(**asked)
                 if row is None:
                     try:
-                        measured = answer(_within(step, i, len(questions), asked))
+                        measured = answer(_within(step, done, total, asked))
                     except (EvaluationError, UnsupportedModel) as error:
                         if excuse is None:
                             raise
                         excuse(asked, error)
                         continue
+                    finally:
+                        done += 1
                     row = {**asked, **measured, **self.about}
                     self.results.append(row)
                 rows.append(row)
                 show(row)
         return rows
+
+    def n_unanswered(self, questions: Sequence[tuple[Row, Any]]) -> int:
+        """How many of `questions` the file does not answer yet."""
+        return sum(self.results.find(**self._asked(identity)) is None for identity, _ in questions)
+
+    def _asked(self, identity: Row) -> Row:
+        return {**identity, **{key: self.about[key] for key in ("model", "dtype")}}
 
 
 @contextmanager

@@ -203,15 +203,16 @@ def measure_all(
         TextError: If a text is too short, before anything is measured.
     """
     asked = {part.name: questions(on, part) for part in parts}
-    tokens = {part.name: part.window.n_read(len(part.texts)) for part in parts}
-    total = sum(len(asked[name]) * tokens[name] for name in asked)
+    shares = {
+        part.name: on.n_unanswered(asked[part.name]) * part.window.n_read(len(part.texts))
+        for part in parts
+    }
     rows: dict[str, list[Row]] = {}
     done = 0
     with progress_bar("measuring") as step:
-        for name in [*asked]:
+        for name, share in shares.items():
             own = asked.pop(name)  # the logits and caches it keeps go when it is done
-            share = len(own) * tokens[name]
-            bar = _within(step, done, share, total)
+            bar = _within(step, done, share, sum(shares.values()))
             refused: dict[str, str] = {}
             rows[name] = on.measure(own, show=show, bar=bar, excuse=partial(_note, refused))
             say_unmeasured(name, refused)
