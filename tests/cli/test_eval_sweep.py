@@ -254,20 +254,20 @@ def test_an_arm_keeps_the_measures_that_are_long_enough_for_it(sweep, output):
     assert identities(output) == [("ppl", "turbo:k8v3+start384")]
 
 
-def test_an_arm_that_only_running_refuses_is_said_and_the_others_go_on(sweep, output, monkeypatch):
-    kl = pytest.importorskip("kvstow.evaluate.kl")
-    honest = kl.Reference.score
+def test_an_arm_that_mlx_cannot_run_here_is_said_and_the_others_go_on(sweep, output, monkeypatch):
+    harness = pytest.importorskip("kvstow.evaluate.harness")
+    honest = harness.Running.take_over
 
-    def score(self, arm, **options):
-        if not arm.is_reference:
-            raise sweep_module.EvaluationError("of no use")
-        return honest(self, arm, **options)
+    def take_over(self, plain):
+        if str(self.arm) != "affine:8":
+            return honest(self, plain)
+        raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(kl.Reference, "score", score)
-    result = sweep("--measure", "kl")
+    monkeypatch.setattr(harness.Running, "take_over", take_over)
+    result = sweep("--measure", "kl", arms=("--arm", "affine:8", *ARMS))
     assert result.exit_code == 0, result.output
-    assert "kl turbo:k8v3: not measured: of no use" in result.stderr
-    assert identities(output) == IDENTITIES[:1]
+    assert "kl affine:8: not measured: mlx cannot run this here: no kernel" in result.stderr
+    assert identities(output) == IDENTITIES[:2]
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -130,3 +130,17 @@ def test_another_dtype_goes_when_the_arm_does(model):
     after, _ = logits(model, "off")
     assert 0 < np.abs(in_bfloat16 - before).max() < 0.1
     assert np.array_equal(before, after)
+
+
+def test_what_mlx_cannot_run_is_refused_in_one_line_that_names_the_arm(model):
+    with (
+        pytest.raises(EvaluationError, match=r"^affine:8: mlx cannot run this here: no kernel$"),
+        harness.running(model, Arm.parse("affine:8")),
+    ):
+        raise RuntimeError("no kernel\nat some place")
+    assert "make_cache" not in vars(model)
+
+
+def test_a_mistake_in_python_code_keeps_its_own_exception(model):
+    with pytest.raises(RecursionError), harness.running(model, Arm.parse("off")):
+        raise RecursionError

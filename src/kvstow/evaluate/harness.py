@@ -117,7 +117,8 @@ def running(model: Any, arm: Arm) -> Iterator[Running]:
 
     Raises:
         UnsupportedModel: As `kvstow.attach`.
-        EvaluationError: If the arm names a layer that the model does not have.
+        EvaluationError: If the arm names a layer that the model does not have, or mlx cannot run
+            the arm here: it lacks a kernel, or memory.
     """
     unwarned = warnings.catch_warnings(action="ignore", category=KvstowWarning)  # we measure it
     with unwarned, attached(model, arm.scheme, fetch=arm.fetch) as report, _cast(model, arm.dtype):
@@ -130,7 +131,8 @@ def running(model: Any, arm: Arm) -> Iterator[Running]:
                     f"those that can are {list(quantised)}"
                 )
             quantised = (arm.layer,)
-        yield Running(model, arm, report, quantised, tuple(shapes[i] for i in quantised))
+        with _refusals_of_mlx(arm):
+            yield Running(model, arm, report, quantised, tuple(shapes[i] for i in quantised))
 
 
 def feed(model: Any, caches: list[Any], tokens: np.ndarray) -> mx.array:
@@ -163,6 +165,23 @@ def check_control(arm: Arm, difference_nats: np.ndarray) -> None:
         )
     if not arm.is_reference and not worst:
         raise EvaluationError(f"{arm}: this arm quantised nothing: its output is the reference's")
+
+
+@contextmanager
+def _refusals_of_mlx(arm: Arm) -> Iterator[None]:
+    """Name the arm where mlx raises, which has no exceptions of its own.
+
+    Raises:
+        EvaluationError: In the place of a plain RuntimeError.
+        RuntimeError: A subclass of it, as it is: that is a mistake in Python code.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise EvaluationError(f"{arm}: mlx cannot run this here: {reason}") from error
 
 
 @contextmanager
