@@ -67,6 +67,18 @@ def test_a_simulated_arm_quantises_from_the_first_token():
     reference_of(kl, kl.Window(30, 5)).score(arm)
 
 
+def test_a_policy_quantises_from_where_its_first_layer_does():
+    late, early = "turbo:k8v3+start500", "turbo:k8v3+start9"
+    arms = [Arm.parse(f"policy({late}; 0: {other})") for other in (late, "off", early, "affine:8")]
+    assert list(unfit.unfit_for_window(arms, 10)) == list(map(str, arms[:2]))
+
+
+def test_a_policy_about_layers_that_the_model_lacks_is_known_from_its_config():
+    arm = Arm.parse("policy(turbo:k8v3; 9: turbo:k8v8)")
+    (reason,) = unfit.unfit_for_model(CONFIG, [arm], "float32").values()
+    assert "names layers 9" in reason
+
+
 def test_arms_that_a_model_cannot_take_are_known_from_its_config():
     arms = [
         "off",

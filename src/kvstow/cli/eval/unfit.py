@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstow.cli.console import say
-from kvstow.errors import EvaluationError, UnsupportedModel
+from kvstow.errors import EvaluationError, PolicyError, UnsupportedModel
 from kvstow.evaluate.arms import Arm
 from kvstow.models import skeleton
+from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Off
 
@@ -33,7 +34,7 @@ def unfit_for_model(config: Mapping[str, Any], arms: Sequence[Arm], dtype: str) 
         try:
             with running(model, arm):
                 pass
-        except (EvaluationError, UnsupportedModel) as error:
+        except (EvaluationError, PolicyError, UnsupportedModel) as error:
             reasons[str(arm)] = str(error).removeprefix(f"{arm}: ")
     return reasons
 
@@ -43,8 +44,15 @@ def unfit_for_window(arms: Iterable[Arm], n_attended: int) -> dict[str, str]:
     return {
         str(arm): f"it quantises nothing of {n_attended} tokens, the most that are attended to"
         for arm in arms
-        if (getattr(arm.scheme, "start_tokens", None) or 0) > n_attended and not arm.is_simulated
+        if _begins(arm) > n_attended
     }
+
+
+def _begins(arm: Arm) -> int:
+    """Tokens from which on some layer quantises; a simulated arm does from the first."""
+    schemes = [] if arm.is_simulated else Policy.of(arm.scheme).schemes
+    quantising = [scheme for scheme in schemes if not isinstance(scheme, Off)]
+    return min((getattr(scheme, "start_tokens", None) or 0 for scheme in quantising), default=0)
 
 
 def say_unmeasured(measure: str, reasons: Mapping[str, str]) -> None:
