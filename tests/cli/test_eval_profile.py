@@ -42,7 +42,7 @@ def test_layers_kl_measures_each_layer_alone_and_all_rows_are_recorded(cli, tiny
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--layers-kl", "turbo:k4v8", "--tokens", 33), "needs --tokens 34 or more, got 33"),
+        (("--layers-kl", "turbo:k4v8", "--tokens", 33), "need --tokens 34 or more, got 33"),
         (("--layers-kl", "turbo:k4v8@keys"), "expected a scheme that quantises"),
         (("--layers-kl", "off"), "expected a scheme that quantises"),
         (("--layers-kl", "turbo:k3v8"), "key bits must be one of"),

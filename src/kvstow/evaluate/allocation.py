@@ -63,6 +63,15 @@ class Layer:
         return Cost(n_bytes, self.keys[scheme.key_bits] + self.values[scheme.value_bits])
 
 
+def full_layers(model: Any) -> list[int]:
+    """Indices of the caches that a policy chooses for.
+
+    Raises:
+        UnsupportedModel: If the model does not run on its own caches.
+    """
+    return list(probe.full_layers(model, plain_caches(model)))
+
+
 def probes(layers: Iterable[int], options: Turbo) -> list[Arm]:
     """The arms whose KL `costs` needs: of every layer, one for its keys and one for its values.
 

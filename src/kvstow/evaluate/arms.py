@@ -16,6 +16,7 @@ A simulated arm stores what decoding would give back, in the model's own dtype: 
 quality is real, and its bytes are computed, not allocated.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +93,17 @@ class Arm:
         modifiers.append(None if self.part == "both" else self.part)
         modifiers.append(None if self.layer is None else f"layer{self.layer}")
         return "@".join([name, *filter(None, modifiers)])
+
+    @property
+    def label(self) -> str:
+        """The arm in a table or a figure: a policy, which may be long, has its name and a digest.
+
+        >>> Arm.parse("policy(turbo:k8v3; 1: turbo:k4v3)").label
+        'policy#75f7'
+        """
+        if isinstance(self.scheme, Policy):
+            return f"policy#{hashlib.sha256(str(self).encode()).hexdigest()[:4]}"
+        return str(self)
 
     @property
     def is_reference(self) -> bool:

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
+from kvstow.cli.eval.names import caption, label
 from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
@@ -130,7 +131,7 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         low, high = row["interval_95"]
         shown.add_row(
-            row["arm"],
+            label(row),
             row["fetch"],
             "{} of {}".format(*row["layers"]),
             f"{row['bits_per_value']:.2f}",
@@ -140,4 +141,5 @@ def table(rows: list[Row]) -> Table:
             f"{row['top1_agreement']:.1%}",
             f"{row['change_of_log_ppl']:+.4f}",
         )
+    shown.caption = caption(rows)
     return shown

@@ -12,6 +12,7 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import params
+from kvstow.cli.eval.names import caption, label
 from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
@@ -177,7 +178,7 @@ def table(rows: list[Row]) -> Table:
             for length in window["lengths"]
         ]
         shown.add_row(
-            row["arm"],
+            label(row),
             row["fetch"],
             "{} of {}".format(*row["layers"]),
             f"{row['bits_per_value']:.2f}",
@@ -186,6 +187,7 @@ def table(rows: list[Row]) -> Table:
             "{:.0%} to {:.0%}".format(*found_interval(row["cells"])),
             f"{row['relative']:.2f}",
         )
+    shown.caption = caption(rows)
     return shown
 
 

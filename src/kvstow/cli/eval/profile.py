@@ -11,6 +11,7 @@ from rich.table import Table
 from kvstow.cli import params as common
 from kvstow.cli.console import table_console
 from kvstow.cli.eval import kl, params
+from kvstow.cli.eval.propose import Wanted, propose
 from kvstow.cli.eval.run import Bench, bench, chosen_texts, row_shower
 from kvstow.cli.progress import Step
 from kvstow.cli.refuse import check_context
@@ -19,7 +20,7 @@ from kvstow.evaluate.rows import Row
 from kvstow.evaluate.texts import Text, passages
 from kvstow.models import read_config
 from kvstow.require import require
-from kvstow.scheme import Off
+from kvstow.scheme import Off, Scheme, Turbo
 
 SHOWN_LAYERS = 12
 
@@ -30,6 +31,14 @@ def one_scheme(value: str) -> Arm:
     if arm != Arm(arm.scheme) or isinstance(arm.scheme, Off):
         raise click.BadParameter(f"expected a scheme that quantises, got {value!r}")
     return arm
+
+
+def one_turbo(value: str) -> Turbo:
+    """Read a turbo scheme."""
+    scheme = common.scheme(value)
+    if not isinstance(scheme, Turbo):
+        raise click.BadParameter(f"expected a turbo scheme, got {value!r}")
+    return scheme
 
 
 @click.command()
@@ -51,6 +60,22 @@ def one_scheme(value: str) -> Arm:
     help="Also measure, layer by layer, the KL when only that layer is under SCHEME: the last 32 "
     "of the tokens are scored. turbo:k4v8 shows the layers that need more bits for keys.",
 )
+@click.option(
+    "--write-policy",
+    "policy_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also propose a scheme for every layer: what widths cost is measured on half of the "
+    "texts, bytes go where KL falls most for them, and the policy is checked on the other half. "
+    "The file is for --kv-policy.",
+)
+@click.option(
+    "--budget",
+    type=one_turbo,
+    default=Scheme.default,
+    show_default=True,
+    metavar="SCHEME",
+    help="The policy takes at most the bytes of this scheme, and has its options.",
+)
 @params.text_files
 @params.sources
 @params.dtype
@@ -63,6 +88,8 @@ def profile(
     n_texts: int | None,
     n_tokens: int,
     layers_kl: Arm | None,
+    policy_file: Path | None,
+    budget: Turbo,
     files: tuple[Path, ...],
     sources: tuple[str, ...],
     dtype: str,
@@ -76,10 +103,14 @@ def profile(
     Beyond the threshold of 0.5, schemes with fewer than 8 bits for keys are not for this model.
     """
     window = require("kvstow.evaluate.profile").Window(n_tokens)
-    scored = _scored(n_tokens) if layers_kl else None
+    scored = _scored(n_tokens) if layers_kl or policy_file else None
+    wanted = _wanted(policy_file, budget)
     check_fit(read_config(model).context_length, window)
     texts = chosen_texts(files, sources, n_texts)
     arms = [layers_kl] if layers_kl else []
+    if wanted:
+        wanted.check(texts)
+        arms.append(Arm(budget))
     with bench(model, arms, dtype=dtype, output=output, name=name) as on:
         rows = on.measure(questions(on, (), texts, window), show=row_shower(as_json))
         if not as_json:
@@ -92,6 +123,22 @@ def profile(
             rows = on.measure(asked, show=row_shower(as_json))
             if not as_json:
                 kl.show(rows)
+        if wanted:
+            propose(on, texts, scored, wanted, as_json=as_json)
+
+
+def _wanted(policy_file: Path | None, budget: Turbo) -> Wanted | None:
+    """What is to be proposed, if anything.
+
+    Raises:
+        click.UsageError: If there is a budget for nothing.
+    """
+    if policy_file is not None:
+        return Wanted(policy_file, budget)
+    given = click.get_current_context().get_parameter_source("budget")
+    if given is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(f"--budget needs --write-policy, got --budget {budget} alone")
+    return None
 
 
 def check_fit(limit: int | None, window: Any) -> None:
@@ -163,7 +210,7 @@ def _scored(n_tokens: int) -> Any:
     prefix = n_tokens - measure.STEPS - 1
     if prefix < 1:
         raise click.UsageError(
-            f"--layers-kl scores {measure.STEPS} tokens and needs --tokens "
+            f"--layers-kl and --write-policy score {measure.STEPS} tokens and need --tokens "
             f"{measure.STEPS + 2} or more, got {n_tokens}"
         )
     return measure.Window(prefix)

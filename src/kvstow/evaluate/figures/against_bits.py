@@ -19,9 +19,10 @@ from kvstow.evaluate.figures.canvas import (
 from kvstow.evaluate.figures.labels import label_points
 from kvstow.evaluate.law import widths
 from kvstow.evaluate.rows import Row
+from kvstow.policy import Policy
 from kvstow.scheme import Affine
 
-MARKERS = {"turbo": "o", "affine": "s", "paper": "^"}
+MARKERS = {"turbo": "o", "affine": "s", "paper": "^", "policy": "D"}
 NOISE_DASHES = {"bfloat16": "--", "float16": ":"}
 SAYS = "Mean over texts; the bars are 95% intervals, a bootstrap over texts."
 NAMES = " Names stand beside the model with the largest KL."
@@ -58,7 +59,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         entries.append((f"noise of {dtype} itself", look))
     legend(figure, entries)
     caption(figure, rows, SAYS + (NAMES if len(models) > 1 else ""))
-    points = {(row["arm"], row["model"]): _place(row) for row, _ in stored}
+    points = {(arm.label, row["model"]): _place(row) for row, arm in stored}
     named = {
         arm: max((p for (a, _), p in points.items() if a == arm), key=lambda p: p[1])
         for arm, _ in points
@@ -97,6 +98,8 @@ def _join(axes: Axes, stored: Sequence[tuple[Row, Arm]], colours: dict[str, str]
 
 
 def _family(arm: Arm) -> str:
+    if isinstance(arm.scheme, Policy):
+        return "policy"
     if arm.paper:
         return "paper"
     return "affine" if isinstance(arm.scheme, Affine) else "turbo"

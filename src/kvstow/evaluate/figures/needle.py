@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.figures.canvas import caption, clean, new_figure
 from kvstow.evaluate.rows import Row
 from kvstow.evaluate.statistics import found_interval
@@ -41,7 +42,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         model = f"{clean(row['model'])}\n" if n_models > 1 else ""
         low, high = found_interval(row["cells"])
         found = f"found {row['score']:.0%} ({low:.0%} to {high:.0%})"
-        title = f"{model}{row['arm']}  {row['relative']:.0%}\n{found}"
+        title = f"{model}{Arm.parse(row['arm']).label}  {row['relative']:.0%}\n{found}"
         axes.set_title(title, loc="left", fontsize=8)
     for axes in panels.flat[len(rows) :]:
         axes.set_axis_off()
