@@ -2,7 +2,7 @@
 
     python benchmarks/check_parity.py --output benchmarks/results/parity.jsonl
 
-Every width and head_dim, parity and guarded, encode and decode, on normal
+Every width and head_dim, parity, guarded and searched, encode and decode, on normal
 vectors with outliers, offsets, constants, zeros, tiny and huge ones. One JSON row
 per head_dim; exit code 1 if anything differs.
 """
@@ -56,12 +56,10 @@ def counts(x: np.ndarray) -> dict[str, tuple[int, int]]:
         bad, size = differing(got, want)
         total[name] = (total[name][0] + bad, total[name][1] + size)
 
-    for guard in (False, True):
+    for how in ({"guard": False}, {"guard": True}, {"guard": True, "search": True}):
         for bits in KEY_BITS:
-            keys = reference.encode_keys(x, bits=bits, guard=guard)
-            for got, want in zip(
-                mlx.encode_keys(on_device, bits=bits, guard=guard), keys, strict=True
-            ):
+            keys = reference.encode_keys(x, bits=bits, **how)
+            for got, want in zip(mlx.encode_keys(on_device, bits=bits, **how), keys, strict=True):
                 add("encode", got, want)
             stored = type(keys)(*map(mx.array, keys))
             add(
@@ -69,9 +67,9 @@ def counts(x: np.ndarray) -> dict[str, tuple[int, int]]:
             )
         for bits in VALUE_BITS:
             d = x.shape[-1]
-            values = reference.encode_values(x, bits=bits, guard=guard)
+            values = reference.encode_values(x, bits=bits, **how)
             for got, want in zip(
-                mlx.encode_values(on_device, bits=bits, guard=guard), values, strict=True
+                mlx.encode_values(on_device, bits=bits, **how), values, strict=True
             ):
                 add("encode", got, want)
             add(
