@@ -44,6 +44,20 @@ FALCON_H1 = LLAMA_8B | {
     "mamba_n_groups": 1,
     "mamba_n_heads": 64,
 }
+MINIMAX_M3 = {
+    "model_type": "minimax_m3_vl",
+    "text_config": LLAMA_8B
+    | {
+        "index_block_size": 64,
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+        "index_topk_blocks": 16,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_local_experts": 2,
+        "sparse_attention_freq": [0, 0, 0, 1],
+    },
+}
 DEEPSEEK_V3 = LLAMA_8B | {
     "model_type": "deepseek_v3",
     "kv_lora_rank": 512,
@@ -181,17 +195,25 @@ def test_a_scheme_that_the_models_own_code_cannot_take_is_refused(fit):
     assert rows["turbo:k8v3"]["bytes_per_token"] == 16 * 8 * 100
 
 
-def test_a_hybrid_counts_its_states_and_the_layers_that_stay_plain(fit):
+def test_a_hybrid_counts_its_states(fit):
     result = report(fit(FALCON_H1, "--tokens", "1", "--json"))
-    assert result["layers"] == {"full": 0, "plain": 32, "sliding": 0, "recurrent": 32}
-    off, *others = result["schemes"]
-    assert all("would apply to no layer" in row["refused"] for row in others)
+    assert result["layers"] == {"full": 32, "plain": 0, "sliding": 0, "recurrent": 32}
+    off = result["schemes"][0]
     conv = 3 * (4096 + 2 * 128) * 2
     ssm = 64 * 64 * 128 * 4  # kept in float32, whatever the dtype
     assert off["at_tokens"]["fixed_bytes"] == 32 * (conv + ssm)
     output = fit(FALCON_H1).output
-    assert "32 more grow and stay as they are under every scheme." in output
     assert "32 have a state of fixed size: " in output
+
+
+def test_layers_that_grow_and_stay_plain_are_counted_beside_those_under_the_scheme(fit):
+    result = report(fit(MINIMAX_M3, "--json"))
+    assert result["layers"] == {"full": 3, "plain": 2, "sliding": 0, "recurrent": 0}
+    rows = {row["scheme"]: row["bytes_per_token"] for row in result["schemes"]}
+    plain = 2 * 8 * 128 * 2 + 128 * 2  # keys and values of one layer, and the keys of its indexer
+    assert rows["off"] == 3 * 2 * 8 * 128 * 2 + plain
+    assert rows["turbo:k8v3"] == 3 * 8 * 200 + plain
+    assert "2 more grow and stay as they are under every scheme." in fit(MINIMAX_M3).output
 
 
 def test_without_mlx_it_says_what_to_install(fit, monkeypatch):

@@ -110,7 +110,7 @@ SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 3
 CONFIGS = {
     "cohere2": ({"head_dim": 16}, "sssfss"),
     "deepseek_v3": (LATENT, "ffffff"),
-    "falcon_h1": (MAMBA2, "rprprprprprp"),
+    "falcon_h1": (MAMBA2, "rfrfrfrfrfrf"),
     "gemma": ({"head_dim": 64}, "ffffff"),
     "gemma2": ({"head_dim": 64}, "ffffff"),  # mlx-lm ignores its sliding_window
     "gemma3": (

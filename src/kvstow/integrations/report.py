@@ -25,7 +25,8 @@ class LayerReport:
 
     Attributes:
         index: Position in the list that the model's ``make_cache`` returns.
-        scheme: Of the layer's cache; off for one that stays as it was.
+        scheme: Of the layer's keys and values; off for a layer that stays as it was. A recurrent
+            part of the layer always stays.
         reason: Why it stays; empty for a quantised layer.
         fetch: How the layer's attention reaches what is stored: ``"eager"`` or
             ``"deferred"`` under turbo, ``"host"`` where the cache is the host's own.

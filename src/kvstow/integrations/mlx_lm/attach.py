@@ -15,7 +15,7 @@ from mlx_lm.models import cache as host
 
 from kvstow.capacity import LayerShape, check_layer
 from kvstow.errors import UnsupportedModel
-from kvstow.integrations.mlx_lm import deferred, hardness, probe
+from kvstow.integrations.mlx_lm import deferred, hardness, members, probe
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
 from kvstow.integrations.report import AttachReport, LayerReport
 from kvstow.policy import Policy
@@ -54,13 +54,10 @@ class CacheFactory(deferred.Owner):
         A layer that is not quantised keeps its very cache: deepcopy it first where both
         prompt caches are used on.
         """
-        fresh = self()
-        for i in self._schemes:
-            if isinstance(fresh[i], PackedKVCache):
-                fresh[i] = type(fresh[i]).from_kv_cache(caches[i], fresh[i].scheme)
-            else:
-                fresh[i] = caches[i].to_quantized(fresh[i].group_size, fresh[i].bits)
-        return [new if i in self._schemes else caches[i] for i, new in enumerate(fresh)]
+        pairs = enumerate(zip(self(), caches, strict=True))
+        return [
+            members.converted(old, new) if i in self._schemes else old for i, (new, old) in pairs
+        ]
 
     @property
     def _schemes(self) -> dict[int, Scheme]:
@@ -159,7 +156,10 @@ def _own_maker(model: Any) -> Any:
 
 def _under(schemes: Mapping[int, Scheme], fetch: str, caches: list[Any]) -> list[Any]:
     """`caches` with fresh ones at the indices of `schemes`."""
-    return [_new_cache(schemes[i], fetch) if i in schemes else c for i, c in enumerate(caches)]
+    return [
+        members.with_plain(c, _new_cache(schemes[i], fetch)) if i in schemes else c
+        for i, c in enumerate(caches)
+    ]
 
 
 def _path_of(scheme: Scheme, path: str) -> str:
@@ -222,6 +222,12 @@ def _why_kept(cache: Any) -> str:
         return f"sliding window of {cache.max_size} tokens keeps its rotating cache"
     if isinstance(cache, host.ArraysCache):
         return "recurrent layer has a state, not keys and values"
+    if isinstance(cache, host.CacheList):
+        if sum(type(member) is host.KVCache for member in cache.caches) > 1:
+            return "several plain caches in one layer, and nothing says which attention reads"
+        return "; ".join(sorted({_why_kept(member) for member in cache.caches}))
+    if isinstance(cache, host.ChunkedKVCache):
+        return f"chunked attention of {cache.chunk_size} tokens keeps its cache"
     if type(cache) is host.KVCache:
         return "the model stores nothing in this cache"
     return f"{name} is not a full-attention cache"

@@ -20,11 +20,10 @@ from weakref import ReferenceType, ref
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from kvstow.capacity import LayerShape
 from kvstow.codec import mlx as codec
-from kvstow.integrations.mlx_lm import probe
+from kvstow.integrations.mlx_lm import members, probe
 from kvstow.scheme import GROUP_SIZE, HEAD_DIMS, KEY_BITS, Affine, Scheme, Turbo
 
 BITS = 4  # at which models are compared
@@ -119,10 +118,11 @@ def _measure(model: Any, new_caches: Callable[[], list[Any]]) -> Hardness:
     tokens = np.random.default_rng(0).integers(0, vocabulary, (1, N_TOKENS))
     caches = new_caches()
     model(mx.array(tokens), cache=caches)
+    held = {i: members.plain(cache) for i, cache in enumerate(caches)}
     keys = {
         i: cache.keys_and_values()[0]
-        for i, cache in enumerate(caches)
-        if type(cache) is KVCache and not cache.empty()
+        for i, cache in held.items()
+        if cache is not None and not cache.empty()
     }
     mx.eval(list(keys.values()))
     return {

@@ -10,11 +10,10 @@ generated, for any architecture and without a list of names.
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from kvstow.capacity import LayerShape
 from kvstow.errors import UnsupportedModel
-from kvstow.integrations.mlx_lm import deferred
+from kvstow.integrations.mlx_lm import deferred, members
 
 # A first append, a decode step, and a step of several tokens with a causal mask.
 _STEPS_TOKENS = (1, 1, 2)
@@ -27,10 +26,11 @@ def full_layers(model: Any, caches: list[Any]) -> dict[int, LayerShape]:
         UnsupportedModel: If the model does not run on its own caches.
     """
     fill(model, caches)
+    held = {i: members.plain(c) for i, c in enumerate(caches)}
     return {
         i: LayerShape("full", *widths(c))
-        for i, c in enumerate(caches)
-        if type(c) is KVCache and not c.empty()
+        for i, c in held.items()
+        if c is not None and not c.empty()
     }
 
 

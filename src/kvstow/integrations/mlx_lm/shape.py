@@ -12,7 +12,7 @@ from mlx_lm.models import cache as host
 
 from kvstow.capacity import LayerShape, ModelShape
 from kvstow.errors import UnsupportedModel
-from kvstow.integrations.mlx_lm import probe
+from kvstow.integrations.mlx_lm import members, probe
 from kvstow.integrations.mlx_lm.attach import plain_caches
 
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads", "num_query_heads")
@@ -42,8 +42,8 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     n_bytes = [int(cache.nbytes) for cache, _ in _flat(caches)]
     probe.fill(model, caches, (2,))
     layers = tuple(
-        _layer(cache, before, nested=nested)
-        for (cache, nested), before in zip(_flat(caches), n_bytes, strict=True)
+        _layer(cache, before, kept=kept)
+        for (cache, kept), before in zip(_flat(caches), n_bytes, strict=True)
         if cache.nbytes  # else the model stores nothing in it
     )
     args = probe.text_args(model)
@@ -63,22 +63,19 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     )
 
 
-def _flat(caches: Iterable[Any], *, nested: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Every cache, and whether it is a part of a layer's `CacheList`."""
+def _flat(caches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Every cache, those of a layer's `CacheList` too, and whether `attach` leaves it as it is."""
     for cache in caches:
-        if isinstance(cache, host.CacheList):
-            yield from _flat(cache.caches, nested=True)
-        else:
-            yield cache, nested
+        for member in getattr(cache, "caches", (cache,)):
+            yield member, member is not members.plain(cache)
 
 
-def _layer(cache: Any, bytes_before: int, *, nested: bool) -> LayerShape:
+def _layer(cache: Any, bytes_before: int, *, kept: bool) -> LayerShape:
     if isinstance(cache, host.RotatingKVCache):
         return LayerShape("sliding", *probe.widths(cache), window=int(cache.max_size))
     if isinstance(cache, host.ChunkedKVCache):
         return LayerShape("sliding", *probe.widths(cache), window=int(cache.chunk_size))
     if isinstance(cache, host.KVCache):
-        kept = nested or type(cache) is not host.KVCache  # `attach` leaves these as they are
         return LayerShape("plain" if kept else "full", *probe.widths(cache))
     if cache.nbytes != bytes_before:
         raise UnsupportedModel(
