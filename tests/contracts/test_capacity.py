@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import kvstow
 from kvstow import Scheme, UnsupportedModel, attached
 from kvstow.capacity import PREFILL_TOKENS, LayerShape, cost
 from kvstow.capacity.budget import DECODE_BYTES
@@ -287,7 +288,7 @@ def test_a_prompt_peaks_within_the_bytes_that_are_counted(text):
     config = config_of("llama") | {"hidden_size": 256, "num_hidden_layers": 3}
     model = build(config)
     mx.eval(model.parameters())
-    integration.attach(model, scheme, "auto")
+    kvstow.attach(model, scheme)
     cache = caches.make_prompt_cache(model)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
