@@ -1,12 +1,15 @@
 """kvstow inside mlx-lm: caches of its protocol, and the hook that makes it use them."""
 
 from kvstow.integrations.mlx_lm.attach import attach, attachment, convert, detach, restore
+from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
 from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.mlx_lm.usage import usage
 
 __all__ = [
+    "DeferredBatchKVCache",
     "DeferredKVCache",
+    "PackedBatchKVCache",
     "PackedKVCache",
     "attach",
     "attachment",

@@ -9,29 +9,29 @@ the first append attends to what is stored. Appending in pieces stores the same
 bytes as appending at once.
 
 mlx-lm finds caches by duck typing, so what a class lacks matters too. There is
-no ``to_quantized`` (``--kv-bits`` would convert it again) and no ``merge`` (the
-server would batch it); only `DeferredKVCache` has ``bits``.
-``tests/contracts/test_mlx_lm.py`` holds mlx-lm to this.
+no ``to_quantized`` (``--kv-bits`` would convert it again); only `DeferredKVCache` has
+``bits``. ``tests/contracts/test_mlx_lm.py`` holds mlx-lm to this.
 """
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from kvstow.attention.mlx import PackedWindow, decode_window
-from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.errors import SchemeError, UnsupportedModel
-from kvstow.integrations.mlx_lm import deferred
+from kvstow.errors import SchemeError
+from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
+from kvstow.integrations.mlx_lm.encode import check_widths, encode
+from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched
+from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, as_pairs
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
 from kvstow.store import PackedStore
 
-Fetched = mx.array | PackedWindow
 
-
-class PackedKVCache:
+class PackedKVCache(Eager):
     """One layer's keys and values under a turbo scheme, fetched eagerly.
 
     Args:
@@ -40,13 +40,16 @@ class PackedKVCache:
     Attributes:
         scheme: The scheme.
         offset: Tokens held, plain or packed.
+        dtype: Of the model's keys and values, and of decoded ones.
     """
+
+    batch: type[PackedBatchKVCache] = PackedBatchKVCache
 
     def __init__(self, scheme: Turbo) -> None:
         self.scheme = scheme
         self._plain = KVCache()
         self._store = PackedStore(mx)
-        self._dtype = mx.float32
+        self.dtype = mx.float32
 
     @classmethod
     def from_kv_cache(cls, cache: KVCache, scheme: Turbo) -> Self:
@@ -60,6 +63,11 @@ class PackedKVCache:
     def offset(self) -> int:
         """Tokens held."""
         return self._store.offset or int(self._plain.offset)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens held."""
+        return self.offset
 
     @property
     def is_packed(self) -> bool:
@@ -80,15 +88,15 @@ class PackedKVCache:
         """
         if self.is_packed:
             self._append(keys, values)
-            return self._fetch()
+            return self._hand_out()
         exact = self._take(keys, values)
-        return self._fetch() if self.is_packed and self.scheme.stored else exact
+        return self._hand_out() if self.is_packed and self.scheme.stored else exact
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Every token held, decoded: ``(b, h, offset, d)``."""
         if not self.is_packed:
             return self._plain.keys_and_values()  # type: ignore[no-any-return]
-        return decode_window(self.window(), self._dtype, rotated=False)
+        return decode_window(self.window(), self.dtype, rotated=False)
 
     def window(self) -> PackedWindow:
         """The stored planes, not decoded."""
@@ -105,12 +113,17 @@ class PackedKVCache:
         """The planes of the tokens stored, ``(b, h, offset, *)``."""
         return self._store.window()
 
+    def stored_rows(self) -> Iterator[tuple[PackedKeys, PackedValues]]:
+        """See `Eager.stored_rows`."""
+        if self.is_packed:
+            yield self.packed()
+
     @property
     def state(self) -> tuple[Any, ...]:
         """Arrays first, then what `from_state` needs to read them."""
         plain = map(copy.copy, (self._plain.keys, self._plain.values))
         arrays = self._store.planes if self.is_packed else tuple(plain)
-        dtype = str(self._dtype).removeprefix("mlx.core.")
+        dtype = str(self.dtype).removeprefix("mlx.core.")
         return (arrays, self.is_packed, self.offset, str(self.scheme), dtype)
 
     @state.setter
@@ -120,7 +133,7 @@ class PackedKVCache:
         if not isinstance(parsed, Turbo):
             raise SchemeError(f"a packed cache needs a turbo scheme, got {scheme}")
         PackedKVCache.__init__(self, parsed)
-        self._dtype = getattr(mx, dtype)
+        self.dtype = getattr(mx, dtype)
         if is_packed:
             self._store.restore(tuple(arrays), offset)
         elif arrays[0] is not None:
@@ -136,6 +149,50 @@ class PackedKVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache of its own, without copying data until one of the two grows."""
         return type(self).from_state(self.state)
+
+    @classmethod
+    def merge(cls, caches: Sequence["PackedKVCache"]) -> PackedBatchKVCache:
+        """One batch of the rows of `caches`, which stay as they are.
+
+        Raises:
+            ValueError: If their classes or schemes differ.
+        """
+        return cls.batch(caches)
+
+    def fresh(self) -> Self:
+        """An empty cache of this kind."""
+        return type(self)(self.scheme)
+
+    def check_same(self, other: Any) -> None:
+        """Refuse a cache that cannot be in one batch with this one.
+
+        Raises:
+            ValueError: If its class or its scheme differs.
+        """
+        if type(other) is not type(self) or other.scheme != self.scheme:
+            theirs = getattr(other, "scheme", "no scheme")
+            raise ValueError(
+                f"a batch holds caches of one class and one scheme, got {type(self).__name__} "
+                f"under {self.scheme} and {type(other).__name__} under {theirs}"
+            )
+
+    def rows(self) -> PlainRows | PackedRows:
+        """This row in mlx-lm's own caches, to be merged."""
+        if not self.is_packed:
+            return PlainRows(self._plain)
+        pairs = as_pairs(*self.packed())
+        return PackedRows(*(KVCache.from_state((*pair, self.offset)) for pair in pairs))
+
+    def refilled(self, rows: PlainRows | PackedRows, dtype: mx.Dtype) -> Self:
+        """A cache of this kind with a row that leaves a batch."""
+        cache = self.fresh()
+        cache.dtype = dtype
+        if isinstance(rows, PlainRows):
+            (cache._plain,) = rows.caches
+        else:
+            keys, values = rows.planes(self.scheme)
+            cache._store.restore((*keys, *values), rows.offset)
+        return cache
 
     def is_trimmable(self) -> bool:
         """Always: groups lie along head_dim, so any number of tokens can go."""
@@ -176,7 +233,7 @@ class PackedKVCache:
 
     def _take(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append to a plain row, and pack the row if it is long enough; returns it exact."""
-        self._check_shapes(keys, values)
+        check_widths(self.scheme, keys, values)
         start = self.scheme.start_tokens or 1
         if self._plain.offset == 0 and keys.shape[2] >= start:
             exact = keys, values  # never stored plain: no copy, no bytes
@@ -188,53 +245,11 @@ class PackedKVCache:
         return exact
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        self._dtype = keys.dtype
-        s = self.scheme
-        self._store.append(
-            codec.encode_keys(keys, bits=s.key_bits, guard=True, search=s.search),
-            codec.encode_values(values, bits=s.value_bits, guard=True, search=s.search),
-        )
-
-    def _fetch(self) -> tuple[Fetched, Fetched]:
-        return self.keys_and_values()
-
-    def _check_shapes(self, keys: mx.array, values: mx.array) -> None:
-        """The backstop of three: the program and `attach` have refused this before.
-
-        Raises:
-            UnsupportedModel: If the head_dim cannot be stored.
-        """
-        if keys.shape[-1] != values.shape[-1]:
-            raise UnsupportedModel(
-                f"{self.scheme} needs keys and values of one head_dim, "
-                f"got {keys.shape[-1]} and {values.shape[-1]}"
-            )
-        self.scheme.check_head_dim(keys.shape[-1])
+        self.dtype = keys.dtype
+        self._store.append(*encode(self.scheme, keys, values))
 
 
-class DeferredKVCache(PackedKVCache):
-    """A `PackedKVCache` that hands its packed window to `deferred.attention`.
+class DeferredKVCache(Deferred, PackedKVCache):
+    """A `PackedKVCache` that hands out its packed window."""
 
-    ``bits`` is what makes mlx-lm's attention call the function that `deferred`
-    replaces; the window is decoded there, and its values stay rotated. A cache that
-    outlives the attachment has no ``bits`` and fetches eagerly.
-    """
-
-    group_size = GROUP_SIZE
-
-    @property
-    def bits(self) -> int:
-        """Read by mlx-lm, and not used by `deferred.attention`.
-
-        Raises:
-            AttributeError: If nothing is attached, as on a cache without ``bits``.
-        """
-        if not deferred.is_installed():
-            raise AttributeError("bits")
-        return self.scheme.key_bits
-
-    def _fetch(self) -> tuple[Fetched, Fetched]:
-        if not deferred.is_installed():
-            return self.keys_and_values()
-        window = self.window()
-        return window, window
+    batch = DeferredBatchKVCache

@@ -7,7 +7,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from kvstow.codec import mlx as codec
-from kvstow.integrations.mlx_lm.cache import PackedKVCache
+from kvstow.integrations.mlx_lm.fetch import Eager
 from kvstow.integrations.report import KVUsage
 
 
@@ -33,11 +33,13 @@ def _arrays(cache: Any) -> list[mx.array]:
 
 def _tokens(cache: Any) -> int:
     """Tokens held; of a batch, by its longest row."""
+    if isinstance(cache, Eager):
+        return cache.n_tokens
     return int(mx.max(mx.array(getattr(cache, "offset", 0))))
 
 
 def _capacity(cache: Any) -> int:
-    if isinstance(cache, PackedKVCache):
+    if isinstance(cache, Eager):
         return cache.capacity
     keys = getattr(cache, "keys", None)
     if keys is None:
@@ -48,7 +50,7 @@ def _capacity(cache: Any) -> int:
 def _bytes_bf16(cache: Any) -> int:
     """The same elements in two bytes each, whatever they are stored as."""
     elements: int
-    if isinstance(cache, PackedKVCache):
+    if isinstance(cache, Eager):
         elements = cache.n_elements
     elif cache.empty():
         elements = 0
@@ -60,7 +62,7 @@ def _bytes_bf16(cache: Any) -> int:
 
 
 def _nonfinite_groups(cache: Any) -> int:
-    if not isinstance(cache, PackedKVCache) or not cache.is_packed:
+    if not isinstance(cache, Eager):
         return 0
-    keys, values = cache.packed()
-    return codec.count_nonfinite(keys) + codec.count_nonfinite(values)
+    planes = (part for row in cache.stored_rows() for part in row)
+    return sum(map(codec.count_nonfinite, planes))
