@@ -26,6 +26,7 @@ OURS = {
     "is_trimmable",
     "keys_and_values",
     "make_mask",
+    "merge",
     "nbytes",
     "offset",
     "size",
@@ -33,7 +34,9 @@ OURS = {
     "trim",
     "update_and_fetch",
 }
-KNOWN_AND_LEFT_OUT = {"merge", "step", "to_quantized"}  # absent on purpose: see PackedKVCache
+OURS_IN_A_BATCH = {"extend", "extract", "filter", "finalize", "prepare"}
+KNOWN_AND_LEFT_OUT = {"step", "to_quantized"}  # absent on purpose: see PackedKVCache
+LEFT_OUT_OF_A_BATCH = KNOWN_AND_LEFT_OUT | {"from_state"}  # nothing restores a batch
 CONFIG = {
     "hidden_size": 128,
     "intermediate_size": 64,
@@ -78,6 +81,41 @@ def test_our_caches_have_every_member_of_the_protocol_but_those_left_out(name):
     cache = getattr(integration, name)(Scheme.parse("turbo"))
     assert set(dir(cache)) >= OURS
     assert not set(dir(cache)) & KNOWN_AND_LEFT_OUT
+
+
+@pytest.mark.parametrize("name", ["BatchKVCache", "BatchRotatingKVCache"])
+def test_the_batch_protocol_has_no_member_we_have_not_considered(name):
+    known = OURS | OURS_IN_A_BATCH | KNOWN_AND_LEFT_OUT
+    assert public(getattr(host, name)) - known == set()
+
+
+@pytest.mark.parametrize("name", ["PackedKVCache", "DeferredKVCache"])
+def test_our_batches_have_every_member_of_the_protocol_but_those_left_out(name):
+    cls = getattr(integration, name)
+    batch = cls.merge([cls(Scheme.parse("turbo")) for _ in range(2)])
+    # Only caches of one row are merged.
+    assert set(dir(batch)) >= (OURS | OURS_IN_A_BATCH) - {"from_state", "merge"}
+    assert not set(dir(batch)) & LEFT_OUT_OF_A_BATCH
+
+
+def test_a_batch_cache_moves_tokens_of_any_dtype_and_width():
+    """Three of them carry the five planes, the last with nothing beside it."""
+    wide = mx.arange(2 * 2 * 300 * 4).reshape(2, 2, 300, 4).astype(mx.uint8)
+    batch = host.BatchKVCache([0, 0])
+    batch.update_and_fetch(wide, wide[..., :0])
+    batch.prepare(lengths=[-0, -100], right_padding=[0, 100])  # said after the append, as we do
+    batch.finalize()
+    assert batch.offset.tolist() == [300, 200]
+    assert np.array_equal(np.array(batch.keys[1, :, 100:300]), np.array(wide[1, :, :200]))
+    assert (batch.keys.dtype, batch.values.shape[-1]) == (mx.uint8, 0)
+    other = host.BatchKVCache([0])
+    other.update_and_fetch(wide[:1, :, :5], wide[:1, :, :5, :0])
+    batch.extend(other)
+    batch.filter(mx.array([2, 1]))
+    row = batch.extract(1)
+    assert np.array_equal(np.array(row.keys), np.array(wide[1:, :, :200]))
+    merged = host.KVCache.merge([row, host.KVCache()])
+    assert (merged.keys.dtype, merged.values.shape) == (mx.uint8, (2, 2, 200, 0))
 
 
 def test_a_plain_caches_state_is_keys_values_and_offset():

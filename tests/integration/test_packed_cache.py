@@ -552,8 +552,8 @@ def test_the_mask_is_the_one_of_mlx_lms_own_cache(cls, draw, scheme, held, n_tok
 # --- what mlx-lm must not find
 
 
-def test_a_cache_has_no_length_and_nothing_that_mlx_lm_would_convert_or_batch_by():
-    for name in ("__len__", "__bool__", "to_quantized", "merge"):
+def test_a_cache_has_no_length_and_nothing_that_mlx_lm_would_convert_by():
+    for name in ("__len__", "__bool__", "to_quantized"):
         assert not hasattr(PackedKVCache, name)
         assert not hasattr(DeferredKVCache, name)
     assert PackedKVCache(turbo())

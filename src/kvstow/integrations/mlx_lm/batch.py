@@ -188,7 +188,9 @@ class PackedBatchKVCache(Eager):
         self._settle()
         if not self._rows[idx].n_tokens:
             return self._blank.fresh()
-        return self._blank.refilled(self._stages.extract(idx), self._dtype)
+        row = self._stages.extract(idx)
+        mx.async_eval(row.state)  # or it would keep the whole batch until somebody reads it
+        return self._blank.refilled(row, self._dtype)
 
     def is_trimmable(self) -> bool:
         """Whether mlx-lm's caches can forget the last tokens."""
