@@ -189,7 +189,7 @@ class PackedBatchKVCache(Eager):
         if not self._rows[idx].n_tokens:
             return self._blank.fresh()
         row = self._stages.extract(idx)
-        mx.async_eval(row.state)  # or it would keep the whole batch until somebody reads it
+        mx.eval(row.state)  # or it would keep the whole batch until somebody reads it
         return self._blank.refilled(row, self._dtype)
 
     def is_trimmable(self) -> bool:
