@@ -40,7 +40,8 @@ class DraftSummary:
 class Summary:
     """What one run did. Rates are tokens per second; memory is mlx's own peak, weights included.
 
-    The first token counts to the prompt, so the rate of a run of one token is 0.
+    The first token counts to the prompt, so the rate of a run of one token is 0. Of several
+    `processes`, bytes and memory are those of this one.
     """
 
     report: AttachReport
@@ -52,6 +53,7 @@ class Summary:
     peak_memory_bytes: int
     finish_reason: str
     draft: DraftSummary | None = None
+    processes: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of ``kvstow generate --json``, all but the text."""

@@ -31,6 +31,7 @@ KEYS = {
     "kv_nonfinite_groups",
     "peak_memory_bytes",
     "draft",
+    "processes",
 }
 
 

@@ -221,21 +221,21 @@ def names():
     return sorted(set(modules) - PARTS)
 
 
-def build(name):
+def build(name, **more):
     """The tiny model, in which nothing is zero that training would change, and no graph is left."""
     module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(_config(name, module.ModelArgs)))
+    model = module.Model(module.ModelArgs.from_dict(_config(name, module.ModelArgs, more)))
     model.set_dtype(mx.float32)
     model.update(tree_map(_without_zeros, model.parameters()))
     return model.eval()
 
 
-def _config(name, args):
+def _config(name, args, more):
     fields = inspect.signature(args).parameters
     required = {n: _guess(p) for n, p in fields.items() if p.default is inspect.Parameter.empty}
     own = CONFIGS.get(name, {}) | OVERRIDES.get(name, {})
-    sizes = SIZES | {"model_type": name}
+    sizes = SIZES | {"model_type": name} | more
     config = required | sizes | own
     if "text_config" in fields:
         config["text_config"] = sizes | own.get("text_config", {})

@@ -35,12 +35,17 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return model(number(command))
 
 
-def check_options(draft_model: str | None, num_draft_tokens: int | None) -> None:
-    """Refuse a number of draft tokens that no model would draft.
+def check_options(draft_model: str | None, num_draft_tokens: int | None, n_processes: int) -> None:
+    """Refuse a number of draft tokens that no model would draft, and what was never tried.
 
     Raises:
-        click.UsageError: If there is no draft model beside it.
+        click.UsageError: If there is no draft model beside the number, or one beside several
+            processes.
     """
+    if draft_model is not None and n_processes > 1:
+        raise click.UsageError(
+            f"--draft-model works in one process, and {n_processes} were started"
+        )
     if draft_model is None and num_draft_tokens is not None:
         raise click.UsageError("--num-draft-tokens needs --draft-model, got none")
 

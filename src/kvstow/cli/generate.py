@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,7 @@ import click
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import draft as drafting
-from kvstow.cli import params
-from kvstow.cli.console import say
+from kvstow.cli import params, processes
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import check_fetch, refuse
 from kvstow.integrations import attached
@@ -87,22 +87,26 @@ def generate(
 
     The text goes to standard output as it comes; a summary of speed and memory
     follows on standard error. With --json, standard output is one JSON object.
+
+    Started in several processes by mlx.launch, each holds a part of the heads.
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
     stored = params.stored_under(kv_quant, kv_policy)
     check_fetch(fetch, [stored])
-    drafting.check_options(draft_model, num_draft_tokens)
+    team = processes.launched()
+    drafting.check_options(draft_model, num_draft_tokens, team.size)
     if system_prompt is not None and not chat_template:
         raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
     config = read_config(model)
     refuse(config.config, [stored], fetch, dtype)
+    processes.refuse_split(config.config, dtype, team)
     of_draft = Policy.of(stored).default  # rules are about the layers of the other model
     if draft_model is not None:
         drafting.refuse_draft(config, draft_model, (of_draft, fetch, dtype))
-    say(use_fast_blas().notice)
+    team.say(use_fast_blas().notice)
     with progress_bar("loading") as step:
-        loaded, tokenizer = load(model, dtype=dtype, progress=step)
+        loaded, tokenizer = load(model, dtype=dtype, progress=step, group=team.group)
     runs = require("kvstow.session")
     with (
         attached(loaded, stored, fetch=fetch) as report,
@@ -114,14 +118,14 @@ def generate(
             loaded, tokenizer, report, context_tokens=config.context_length, draft=draft
         )
         tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
-        run, answer = _stream(
-            session, tokens, max_tokens, runs.Sampling(**sampling), echo=not as_json
-        )
-        summary = run.summary()
+        sampling["seed"] = processes.shared_seed(sampling["seed"], team)
+        echo = team.is_first and not as_json
+        run, answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=echo)
+        summary = replace(run.summary(), processes=team.size)
     if as_json:
-        click.echo(json.dumps({"text": answer, **summary.as_dict()}))
+        team.print(json.dumps({"text": answer, **summary.as_dict()}))
     else:
-        click.echo(describe(summary), err=True)
+        team.say(describe(summary))
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -178,6 +182,8 @@ def describe(summary: "Summary") -> str:
         f"{kv.compression_ratio:.2f}x",
         f"memory      {summary.peak_memory_bytes:,} bytes at the peak, weights included",
     ]
+    if summary.processes > 1:
+        lines.append(f"processes   {summary.processes}; bytes are those of one")
     if kv.compression_ratio < 1:
         lines.append("            (what is not quantised has the model's own, wider dtype)")
     if (draft := summary.draft) is not None:

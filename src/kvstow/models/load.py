@@ -12,7 +12,11 @@ from kvstow.require import require
 
 
 def load(
-    model: str, *, dtype: str | None = None, progress: Progress | None = None
+    model: str,
+    *,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    group: Any = None,
 ) -> tuple[Any, Any]:
     """Load `model` with mlx-lm; returns the model and its tokenizer.
 
@@ -21,6 +25,7 @@ def load(
         dtype: float32, float16 or bfloat16. None: weights as they are stored; for a GGUF
             file, float32 on a CPU (where the others are slow) and bfloat16 elsewhere.
         progress: Called with bytes done, bytes in all and a label while a GGUF is converted.
+        group: mlx's group of the processes that the model is split over; this one loads its part.
 
     Raises:
         MissingDependency: If mlx, mlx-lm or gguf is not installed.
@@ -33,10 +38,10 @@ def load(
     mx = require("mlx.core")
     if source.kind == "gguf" and source.path is not None:
         where = str(convert(source.path, dtype or _default_dtype(mx), progress))
-        return _load(where)
+        return _load(where, group)
     if source.kind == "hub":
         hub_config(source.name)  # says what is wrong with a name before anything large is fetched
-    loaded, tokenizer = _load(str(source.path or source.name))
+    loaded, tokenizer = _load(str(source.path or source.name), group)
     if dtype is not None:
         loaded.set_dtype(getattr(mx, dtype))
     return loaded, tokenizer
@@ -46,10 +51,17 @@ def _default_dtype(mx: Any) -> str:
     return "float32" if mx.default_device() == mx.cpu else "bfloat16"
 
 
-def _load(where: str) -> tuple[Any, Any]:
+def _load(where: str, group: Any) -> tuple[Any, Any]:
     mlx_lm = require("mlx_lm")
     try:
-        loaded, tokenizer, *_ = mlx_lm.load(where)
+        if group is None:
+            loaded, tokenizer, *_ = mlx_lm.load(where)
+        else:
+            # By default it would run code that comes with a tokenizer, as `load` does not.
+            trust = {"trust_remote_code": False}
+            loaded, tokenizer = mlx_lm.utils.sharded_load(
+                where, None, group, tokenizer_config=trust
+            )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelFileError(f"mlx-lm cannot load {where}: {error}") from error
     return loaded, tokenizer

@@ -185,6 +185,7 @@ def _decide(model: Any, policy: Policy) -> tuple[dict[int, LayerShape], list[str
     if isinstance(policy.uniform, Off):
         return {}, ["the scheme is off"] * len(caches)
     _refuse_mla(model, policy)
+    probe.refuse_stage(model)
     layers = probe.full_layers(model, caches)
     kinds = {i: "sliding" for i, c in enumerate(caches) if isinstance(c, host.RotatingKVCache)}
     policy.check(kinds | {i: shape.kind for i, shape in layers.items()})

@@ -43,9 +43,7 @@ def fill(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOKEN
     try:
         return _build(model, caches, n_tokens)
     except Exception as error:
-        raise UnsupportedModel(
-            f"the model does not run on its own caches: {_say(error)}"
-        ) from error
+        raise UnsupportedModel(f"the model does not run on its own caches: {say(error)}") from error
 
 
 def widths(cache: Any) -> tuple[int, int, int]:
@@ -58,7 +56,7 @@ def refusal(model: Any, caches: list[Any]) -> str:
     try:
         _build(model, caches)
     except Exception as error:
-        return _say(error)
+        return say(error)
     return ""
 
 
@@ -82,6 +80,21 @@ def deferred_refusal(model: Any, caches: list[Any], n_packed: int) -> str:
     return ""
 
 
+def refuse_stage(model: Any) -> None:
+    """Refuse one stage of a pipeline: mlx-lm ties its messages to arrays of the caches.
+
+    Raises:
+        UnsupportedModel: If the layers of `model` are split over processes.
+    """
+    for owner in (model, getattr(model, "language_model", None)):
+        size = getattr(getattr(owner, "model", None), "pipeline_size", 1)
+        if size > 1:
+            raise UnsupportedModel(
+                f"this model is one of {size} stages of a pipeline, whose code writes to the "
+                "caches' own arrays; model.shard splits heads in the place of layers"
+            )
+
+
 def text_args(model: Any) -> Any:
     """The args of the language model, be it inside another; None if it has none."""
     for owner in (getattr(model, "language_model", None), model):
@@ -98,7 +111,7 @@ def _build(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOK
     return logits
 
 
-def _say(error: Exception) -> str:
+def say(error: Exception) -> str:
     """The error's first sentence: mlx lists every overload after it."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0].partition('. ')[0]}"
