@@ -44,6 +44,13 @@ def test_a_process_that_finds_no_other_does_not_answer_alone(refused, monkeypatc
     )
 
 
+@pytest.mark.parametrize("verb", ["fit", "bench", "eval"])
+def test_a_command_that_each_process_would_run_alone_is_a_usage_error(refused, monkeypatch, verb):
+    monkeypatch.setenv("MLX_RANK", "1")
+    error = refused(verb, "--help", code=2)
+    assert f"'{verb}' works in one process, and several were started" in error
+
+
 def test_only_the_first_process_prints(capsys):
     for rank in (0, 1):
         of_two = ours.Processes(None, 2, rank)

@@ -36,10 +36,17 @@ def launch(*command, n=2, **env):
 
 
 def free_port():
-    """A port that is free now, as is the next one in all likelihood."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return min(one.getsockname()[1], 65000)
+    """A port that is free now, as is the next one: each process listens on one."""
+    for _ in range(100):
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise RuntimeError("no two free ports in a row")
 
 
 def objects(done):

@@ -10,6 +10,7 @@ from kvstow import UnsupportedModel
 
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
+generation = pytest.importorskip("mlx_lm.generate")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 members = pytest.importorskip("kvstow.integrations.mlx_lm.members")
 speculative = pytest.importorskip("kvstow.integrations.mlx_lm.speculative")
@@ -189,3 +190,26 @@ def test_latent_attention_is_refused_with_the_reason_wherever_its_cache_is(name,
     with pytest.raises(UnsupportedModel, match=r"multi-head latent attention \(kv_lora_rank 64\)"):
         kvstow.attach(model, scheme)
     assert "make_cache" not in vars(model)
+
+
+# --- a batch
+
+
+@pytest.mark.parametrize(
+    "name", ["afm7", "falcon_h1", "gemma3n", "gemma4", "gpt_oss", "lfm2", "qwen3_next"]
+)
+def test_rows_of_a_batch_have_the_tokens_of_the_same_rows_alone(name):
+    model, prompts = build(name), [tiny.tokens(n, seed=n)[0].tolist() for n in (9, 20, 14)]
+    with kvstow.attached(model, "turbo:k8v8+stored"):
+        alone = [
+            [int(t) for t, _ in generation.generate_step(mx.array(p), model, max_tokens=6)]
+            for p in prompts
+        ]
+        batch = generation.BatchGenerator(model)
+        rows = batch.insert(prompts, max_tokens=[6] * 3)
+        together = {row: [] for row in rows}
+        while min(map(len, together.values())) < 6:
+            _, responses = batch.next()
+            for response in responses:
+                together[response.uid].append(response.token)
+    assert [together[row] for row in rows] == alone

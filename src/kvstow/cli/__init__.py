@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from kvstow.cli.launcher import told_rank
 from kvstow.cli.lazy import LazyGroup
 from kvstow.cli.warn import warnings_as_lines
 from kvstow.errors import KvstowError
@@ -24,11 +25,21 @@ COMMANDS = {
     ),
     "eval": ("kvstow.cli.eval", "Measure what each scheme costs in quality, on your own model."),
 }
+SHARED = frozenset({"generate"})  # what several processes can do together
 INTERRUPTED = 130
 
 
 class Main(LazyGroup):
     """The group of all commands: kvstow's own errors and warnings are one line each."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; where each of several processes would run it alone, refuse it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name not in SHARED and told_rank() not in (None, "0"):
+            ctx.fail(f"'{name}' works in one process, and several were started")
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and end with the exit codes of this module's docstring."""

@@ -1,6 +1,5 @@
 """A command that `mlx.launch` runs in several processes, which share the work of one."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import click
 
 from kvstow.cli.console import say
+from kvstow.cli.launcher import told_rank
 from kvstow.models import skeleton
 from kvstow.require import require
-
-# What the launchers of mlx's back-ends tell a process: ring, jaccl and nccl, and MPI.
-_RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ def launched() -> Processes:
     Raises:
         ClickException: If they do not find each other: each would answer alone.
     """
-    told = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    told = told_rank()
     if told is None:
         return Processes()
     group = require("mlx.core").distributed.init()
