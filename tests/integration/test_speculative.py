@@ -1,5 +1,9 @@
-"""Speculative decoding of mlx-lm, with packed caches of the model and of the draft model."""
+"""Speculative decoding of mlx-lm, with packed caches of the model and of the draft model.
 
+``--log-cli-level=info`` shows the figures.
+"""
+
+import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +24,7 @@ tiny = pytest.importorskip("tests.integration.tiny")
 pytestmark = pytest.mark.mlx
 build, tokens = tiny.build, tiny.tokens
 PROMPT_TOKENS, MAX_TOKENS = 20, 24
+log = logging.getLogger(__name__)
 FETCHES = ("eager", "deferred")
 
 
@@ -217,22 +222,44 @@ def test_vocabularies_agree_where_one_is_longer_and_disagree_where_an_id_is_anot
 # --- the demo model
 
 # Steps of one token and of four round differently, in the last bits of float32, and a number
-# between two codes then takes the other one. Over such a text the logits of the two differ
-# by 0.03 rms under k8v8 and by 0.07 under k8v3, as they do under mlx-lm's own affine:8 (0.05),
-# which is a sixth of what the scheme itself moves. Three times that is a near-tie.
-NEAR_TIE = {"turbo:k8v8": 0.1, "turbo:k8v3": 0.25}
+# between two codes then takes the other one. In texts of 20 to 60 tokens that moves logits by
+# 9e-6 without a scheme, by 0.02 to 0.03 under k8v8, by up to 0.1 under k8v3 and by 0.05 to 0.06
+# under mlx-lm's own affine:8 (rms). Three times as much is a near-tie.
+NEAR_TIE = {"turbo:k8v8": 0.1, "turbo:k8v3": 0.3}
+MOVED = {"off": 1e-4, "affine:8": 0.18, "turbo:k8v8": 0.1}
+ANSWER = "1. Red: Red is the most popular colour among humans. It is also the most popular colour."
+
+
+def chat(tokenizer, text):
+    turns = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
+
+
+@pytest.mark.model
+def test_in_steps_of_four_tokens_the_demo_model_differs_by_rounding_that_codes_enlarge(smollm2):
+    model, tokenizer = smollm2
+    prompt = chat(tokenizer, "Name three colours.")
+    text = prompt[-1:] + tokenizer.encode(ANSWER, add_special_tokens=False)
+
+    def logits(n):
+        cache = host.make_prompt_cache(model)
+        model(mx.array([prompt[:-1]]), cache=cache)
+        steps = [text[i : i + n] for i in range(0, len(text), n)]
+        return np.concatenate([np.array(model(mx.array([s]), cache=cache))[0] for s in steps])
+
+    moved = {}
+    for scheme in MOVED:
+        with kvstow.attached(model, scheme):
+            moved[scheme] = float(np.sqrt(np.square(logits(1) - logits(4)).mean()))
+    log.info("logits of steps of one and of four differ by (rms): %s", moved)
+    assert all(moved[scheme] < bound for scheme, bound in MOVED.items()), moved
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("scheme", NEAR_TIE)
 def test_the_demo_model_with_a_draft_parts_from_itself_only_at_a_near_tie(smollm2, scheme):
     model, tokenizer = smollm2
-    prompt = mx.array(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "What is the capital of France?"}],
-            add_generation_prompt=True,
-        )
-    )
+    prompt = mx.array(chat(tokenizer, "What is the capital of France?"))
     with kvstow.attached(model, scheme):
         exact = [
             (int(token), float(np.ptp(np.sort(np.array(logprobs))[-2:])))
