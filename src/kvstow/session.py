@@ -50,11 +50,13 @@ class Draft:
         model: An mlx-lm model, attached, with the vocabulary of the session's.
         report: What `kvstow.attach` said of it.
         num_draft_tokens: How many tokens it proposes at a time.
+        context_tokens: The longest context that its config allows, where it says.
     """
 
     model: Any
     report: AttachReport
     num_draft_tokens: int
+    context_tokens: int | None = None
 
 
 class Session:
@@ -80,7 +82,9 @@ class Session:
         self.model = model
         self.tokenizer = tokenizer
         self.report = report
-        self.context_tokens = context_tokens
+        # Beyond its own context a draft model may look up positions that it does not have.
+        limits = (context_tokens, None if draft is None else draft.context_tokens)
+        self.context_tokens = min((n for n in limits if n is not None), default=None)
         self.draft = draft
 
     def encode(

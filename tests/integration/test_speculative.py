@@ -190,6 +190,15 @@ def test_a_run_that_would_fill_a_window_is_refused_before_it_starts(side, monkey
             runs.generate([1] * 20, max_tokens=12)
 
 
+@pytest.mark.parametrize(
+    ("own", "of_draft", "both"), [(256, 100, 100), (100, 256, 100), (None, 100, 100), (9, None, 9)]
+)
+def test_a_text_ends_where_the_shorter_of_two_contexts_does(own, of_draft, both):
+    draft = session.Draft(None, None, 3, of_draft)
+    assert session.Session(None, None, None, context_tokens=own, draft=draft).context_tokens == both
+    assert session.Session(None, None, None, context_tokens=own).context_tokens == own
+
+
 # --- counting
 
 

@@ -112,7 +112,8 @@ def loaded_draft(
     _check_vocabularies(tokenizer.get_vocab(), own_tokenizer.get_vocab())
     with attached(loaded, scheme, fetch=fetch_of(scheme, fetch)) as report:
         number = num_draft_tokens or DEFAULT_DRAFT_TOKENS
-        yield require("kvstow.session").Draft(loaded, report, number)
+        context = read_config(draft_model).context_length
+        yield require("kvstow.session").Draft(loaded, report, number, context)
 
 
 def _check_vocabularies(model: Mapping[str, int], draft: Mapping[str, int]) -> None:
@@ -123,5 +124,6 @@ def _check_vocabularies(model: Mapping[str, int], draft: Mapping[str, int]) -> N
 
 def _vocab_size(config: ModelConfig) -> int:
     inner = config.config.get("text_config")
-    size = config.config.get("vocab_size") or (inner or {}).get("vocab_size")
-    return size if isinstance(size, int) else 0
+    parts = (config.config, inner) if isinstance(inner, Mapping) else (config.config,)
+    sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
+    return int(sizes[-1]) if sizes else 0
