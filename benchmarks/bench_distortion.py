@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import kvstow
+from kvstow.codec.search import SEARCHED_KEY_BITS
 from kvstow.evaluate.distortion import Distortion, Keys, Quantiser, Values, distortion
 from kvstow.evaluate.environment import environment
 from kvstow.evaluate.paper import BITS, TurboQuantMse, TurboQuantProd
@@ -69,7 +70,8 @@ def measure() -> list[dict[str, Any]]:
         rows.append(rows_of("values+search", bits, [searched] * N_SEEDS))
     for bits in KEY_BITS:
         rows.append(rows_of("keys", bits, [Keys(bits, HEAD_DIM)] * N_SEEDS))
-        rows.append(rows_of("keys+search", bits, [Keys(bits, HEAD_DIM, search=True)] * N_SEEDS))
+    searched_keys = Keys(SEARCHED_KEY_BITS, HEAD_DIM, search=True)
+    rows.append(rows_of("keys+search", SEARCHED_KEY_BITS, [searched_keys] * N_SEEDS))
     return rows
 
 

@@ -18,13 +18,18 @@ from kvstow.evaluate.statistics import ratio_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
-ROWS = ROOT / "benchmarks" / "results" / "quality.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
-def page(text: str, rows: Sequence[Row]) -> str:
+def page(text: str, rows: Sequence[Row], of_policies: Sequence[Row]) -> str:
     """`text` with every table written again."""
-    tables = {"search": search(rows), "laws": rates(rows), "models": models(rows)}
+    tables = {
+        "search": search(rows),
+        "laws": rates(rows),
+        "policies": policies(of_policies),
+        "models": models(rows),
+    }
     for name, lines in tables.items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
         _, end, after = rest.partition(f"<!-- end {name} -->")
@@ -57,6 +62,19 @@ def rates(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} | {low:.2f} to {high:.2f} |"
 
 
+def policies(rows: Sequence[Row]) -> Iterator[str]:
+    """Mean KL under a policy, beside that of the scheme whose bytes it takes."""
+    yield "| model | scheme | mean KL | policy | mean KL | ratio | 95% interval |"
+    yield "|---|---|---|---|---|---|---|"
+    whole = [row for row in rows if row["measure"] == "kl" and "@layer" not in row["arm"]]
+    for even, chosen in zip(whole[::2], whole[1::2], strict=True):
+        a, b = (np.array(row["per_text_kl_nats"]) for row in (chosen, even))
+        low, high = ratio_interval(a, b)
+        spelled = chosen["arm"].removeprefix("policy(").removesuffix(")")
+        cells = (even["model"], f"`{even['arm']}`", f"{b.mean():.5f}", spelled, f"{a.mean():.5f}")
+        yield f"| {' | '.join(cells)} | {a.mean() / b.mean():.2f} | {low:.2f} to {high:.2f} |"
+
+
 def models(rows: Sequence[Row]) -> Iterator[str]:
     """All arms of each model."""
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -81,9 +99,15 @@ def models(rows: Sequence[Row]) -> Iterator[str]:
         yield ""
 
 
+def recorded(name: str) -> list[Row]:
+    """The rows of a file of results."""
+    lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def main() -> None:
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    text = page(PAGE.read_text(encoding="utf-8"), recorded("quality"), recorded("policy"))
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

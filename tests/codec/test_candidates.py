@@ -15,7 +15,7 @@ from kvstow.codec.search import (
     value_candidates,
 )
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS
-from kvstow.scheme import GROUP_SIZE, KEY_BITS, VALUE_BITS
+from kvstow.scheme import GROUP_SIZE, VALUE_BITS
 
 
 def errors_in(table):
@@ -37,22 +37,20 @@ def test_no_group_of_values_can_overflow_a_sum(bits):
     assert errors.max() < 2**16
 
 
-@pytest.mark.parametrize("bits", KEY_BITS)
-def test_no_group_of_keys_can_overflow_a_sum(bits):
-    table = key_candidates(bits)
-    low, high = code_range(bits)
+def test_no_group_of_keys_can_overflow_a_sum():
+    table = key_candidates()
+    low, high = code_range(8)
     # The range takes STEPS steps, float16 rounds them by up to 2**-10 of it at the least
     # scale that is searched, and the zero is whole to half a step.
-    ends = STEPS[bits] * (1 + 2.0**-10) / 2 + 0.5
+    ends = STEPS * (1 + 2.0**-10) / 2 + 0.5
     steps = middles(low - 2, high + 2, table.resolution)
     reachable = np.abs(steps - (low + high) / 2) < ends + 1 / table.resolution
     assert GROUP_SIZE * errors_in(table)[:, reachable].max() < 2**16
 
 
-@pytest.mark.parametrize("bits", KEY_BITS)
-def test_the_table_of_keys_holds_the_squared_error_of_every_phase(bits, rng):
-    table = key_candidates(bits)
-    low, high = code_range(bits)
+def test_the_table_of_keys_holds_the_squared_error_of_every_phase(rng):
+    table = key_candidates()
+    low, high = code_range(8)
     steps = rng.uniform(low - 1, high + 1, 5000).astype(np.float32)
     places = (steps * table.resolution + table.shift).astype(int)
     for phase, errors in zip(PHASES, errors_in(table), strict=True):

@@ -168,8 +168,9 @@ def key_errors(keys, packed, bits):
 
 
 @unhurried
-@given(keys_of_any_offset(), st.sampled_from(KEY_BITS), st.booleans())
-def test_a_searched_key_group_errs_by_less_than_a_step_everywhere(keys, bits, guard):
+@given(keys_of_any_offset(), st.booleans())
+def test_a_searched_key_group_errs_by_less_than_a_step_everywhere(keys, guard):
+    bits = SEARCHED_KEY_BITS
     searched = reference.encode_keys(keys, bits=bits, guard=guard, search=True)
     plain = reference.encode_keys(keys, bits=bits, guard=guard)
     assert reference.count_nonfinite(searched) <= reference.count_nonfinite(plain)
@@ -182,7 +183,7 @@ def test_a_searched_key_group_errs_by_less_than_a_step_everywhere(keys, bits, gu
         np.abs(decoded - keys)[inside[:, 0]] / searched.scales.astype(np.float64)[inside][:, None]
     )
     # Half a step is rounding; the rest is an end that is cut.
-    assert (steps < (1.6 if bits == 2 else 1.1)).all()
+    assert (steps < 0.75).all()
     assert (searched.zeros[inside] * 4 % 1 == 0).all()
     for got, want in zip(searched, plain, strict=True):
         outside = ((scales < 0.999 * SEARCHED_KEYS[0]) | (zeros > LARGEST_ZERO))[:, 0]
@@ -191,25 +192,31 @@ def test_a_searched_key_group_errs_by_less_than_a_step_everywhere(keys, bits, gu
         assert np.isfinite(decoded).all()
 
 
-# Measured on 2.5 million normal elements.
-@pytest.mark.parametrize(("bits", "gain"), [(2, 41.0), (4, 16.1), (5, 16.1), (8, 17.6)])
-def test_a_search_lowers_the_error_of_normal_keys(bits, gain):
+def test_a_search_lowers_the_error_of_normal_keys():
+    """By 17.6% on 2.5 million elements."""
     keys = np.random.default_rng(7).standard_normal((8192, 128)).astype(np.float32)
-    searched = reference.encode_keys(keys, bits=bits, search=True)
-    plain = reference.encode_keys(keys, bits=bits)
-    ratio = key_errors(keys, searched, bits).mean() / key_errors(keys, plain, bits).mean()
-    assert 100 * (1 - ratio) == pytest.approx(gain, abs=1)
+    searched = reference.encode_keys(keys, bits=8, search=True)
+    plain = reference.encode_keys(keys, bits=8)
+    ratio = key_errors(keys, searched, 8).mean() / key_errors(keys, plain, 8).mean()
+    assert 100 * (1 - ratio) == pytest.approx(17.6, abs=1)
 
 
-def test_a_group_around_0_with_one_outlier_errs_no_more_under_a_search(rng):
-    # Its zero is whole without a search: elements near 0 are then read back as 0.
+def test_a_group_around_0_with_one_outlier_errs_less_too(rng):
     keys = 0.01 * rng.standard_normal((256, 32)).astype(np.float32)
     keys[:, 7] = 20 + rng.random(256)
-    for bits in (4, 5, 8):
-        searched = reference.encode_keys(keys, bits=bits, search=True)
-        plain = reference.encode_keys(keys, bits=bits)
-        before, after = (key_errors(keys, p, bits).mean() for p in (plain, searched))
-        assert after < 1.05 * before
+    searched = reference.encode_keys(keys, bits=8, search=True)
+    plain = reference.encode_keys(keys, bits=8)
+    before, after = (key_errors(keys, p, 8).mean() for p in (plain, searched))
+    assert after < before
+
+
+@pytest.mark.parametrize("bits", sorted({*KEY_BITS} - {SEARCHED_KEY_BITS}))
+def test_keys_of_other_widths_keep_the_bytes_they_have_without_a_search(rng, bits):
+    keys = rng.standard_normal((64, 128)).astype(np.float32)
+    searched = reference.encode_keys(keys, bits=bits, search=True)
+    plain = reference.encode_keys(keys, bits=bits)
+    for got, want in zip(searched, plain, strict=True):
+        assert got.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("bits", KEY_BITS)

@@ -217,7 +217,7 @@ def test_under_a_search_a_cache_holds_what_it_was_given_better(cls, draw, width)
         sine = 1 - (v * tokens.v).sum() ** 2 / ((v**2).sum() * (tokens.v**2).sum())
         errors.append((((k - tokens.k) ** 2).mean(), sine))
     without, better = errors
-    assert better[0] < 0.87 * without[0]
+    assert better[0] < 0.85 * without[0] if width == 8 else better[0] == without[0]
     assert better[1] < 0.97 * without[1]
 
 

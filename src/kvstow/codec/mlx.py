@@ -19,6 +19,7 @@ from kvstow.codec.mlx_lookup import centroid_table, code_table, look_up
 from kvstow.codec.mlx_places import Edges, codes_of
 from kvstow.codec.mlx_search import searched_keys, searched_values
 from kvstow.codec.reference import FLOAT16_MAX, LARGEST_VALUE
+from kvstow.codec.search import SEARCHED_KEY_BITS
 from kvstow.scheme import GROUP_SIZE
 
 
@@ -31,8 +32,8 @@ def encode_keys(
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     middle = high + low if bits == 8 else low
     affine = affine_of(low, high, middle, bits)
-    if search:
-        affine = searched_keys(affine, groups, low, high, bits)
+    if search and bits == SEARCHED_KEY_BITS:
+        affine = searched_keys(affine, groups, low, high)
     if guard:
         affine = guarded(affine, low, high, middle, bits)
     steps = groups / affine.divisors - affine.offsets

@@ -6,7 +6,6 @@ import mlx.core as mx
 from jaxtyping import Float16, Float32, UInt8
 
 from kvstow.codec import search
-from kvstow.codec.affine import code_range
 from kvstow.codec.mlx_affine import Affine
 from kvstow.codec.mlx_candidates import Candidates, least_of
 from kvstow.codec.mlx_places import Edges, codes_of
@@ -19,12 +18,11 @@ def searched_keys(
     groups: Float32[mx.array, "*b g 32"],
     low: Float32[mx.array, "*b g 1"],
     high: Float32[mx.array, "*b g 1"],
-    bits: int,
 ) -> Affine:
     """See `search.searched_keys`."""
-    table = _key_candidates(bits)
-    scales = ((high - low) / STEPS[bits]).astype(mx.float16).astype(mx.float32)
-    whole = mx.round((high + low) / (scales + scales) - sum(code_range(bits)) / 2)
+    table = _key_candidates()
+    scales = ((high - low) / STEPS).astype(mx.float16).astype(mx.float32)
+    whole = mx.round((high + low) / (scales + scales))
     places = groups * (table.resolution / scales) + (table.shift - whole * table.resolution)
     phases = mx.take(_phases(), least_of(places, table.words))
     zeros = (whole + phases).astype(mx.float16).astype(mx.float32)
@@ -72,8 +70,8 @@ def halving_sum(x: Float32[mx.array, "*b n"]) -> Float32[mx.array, "*b 1"]:
 
 
 @cache
-def _key_candidates(bits: int) -> Candidates:
-    return Candidates.of(search.key_candidates(bits))
+def _key_candidates() -> Candidates:
+    return Candidates.of(search.key_candidates())
 
 
 @cache

@@ -23,7 +23,12 @@ from jaxtyping import Float, Float32, UInt8
 
 from kvstow.codec.affine import EPS, affine_of, code_range, guarded
 from kvstow.codec.layout import PackedKeys, PackedValues, check_keys, check_rotation, check_values
-from kvstow.codec.search import count_below, searched_keys, searched_values
+from kvstow.codec.search import (
+    SEARCHED_KEY_BITS,
+    count_below,
+    searched_keys,
+    searched_values,
+)
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.scheme import GROUP_SIZE
 
@@ -48,15 +53,15 @@ def encode_keys(
         keys: Any float dtype; narrowed or widened to float32 first.
         bits: Width of one code, one of `scheme.KEY_BITS`.
         guard: Whether groups that would decode to NaN or lose their value are re-coded.
-        search: Whether each group takes the best of several grids, see `search.searched_keys`.
+        search: Whether each group takes the best of several grids, where `search` has some.
     """
     check_keys(bits, keys.shape[-1])
     with _ieee():
         groups = _groups(keys)
         low, high = groups.min(axis=-1), groups.max(axis=-1)
         affine = affine_of(low, high, bits)
-        if search:
-            affine = searched_keys(affine, groups, low, high, bits)
+        if search and bits == SEARCHED_KEY_BITS:
+            affine = searched_keys(affine, groups, low, high)
         if guard:
             affine = guarded(affine, low, high, bits)
         steps = groups / affine.divisors[..., None] - affine.offsets[..., None]

@@ -5,7 +5,8 @@ and the scale of a value group is its root mean square. Both are right for infin
 elements. A group has 32, and another grid fits them better; which one, `candidates` says.
 Nothing that a reader knows changes: layout, decoder and bytes are the same.
 
-**Keys** have four candidates, a quarter of a step apart, of a scale that leaves room for it.
+**Keys** of 8 bits have four candidates, a quarter of a step apart, of a scale that leaves
+room for it. Narrower keys are not searched: their squared error falls too, but not the KL.
 **Values** have eight, multiples of the root mean square. Then the scale of a value group
 makes what is read back as long as the group *along the group*: a least-squares scale is
 shorter, every token's value by about the same part, and attention adds up what all tokens
@@ -24,13 +25,12 @@ from kvstow.codec.affine import Affine, code_range
 from kvstow.codec.candidates import Candidates, in_words, least_of, middles
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS
 
-# Steps of a searched group's range. At 8 bits, one less than the codes span: then half a step
-# of room is left at both ends. At 2 bits one more: cutting the ends pays.
-STEPS = {8: 253, 5: 31, 4: 15, 2: 4}
+SEARCHED_KEY_BITS = 8
+# Of a searched group's range, one less than the codes span: half a step is left at both ends.
+STEPS = 253
 PHASES = np.array([-0.5, -0.25, 0.0, 0.25], np.float32)  # of a step, added to the zero
-# Key groups whose scale lies between are searched: the guard would keep it, whichever number
-# of steps divides the range. So are only those of a zero within LARGEST_ZERO, where float16
-# holds the quarters of a step.
+# Key groups whose scale lies between are searched: the guard would keep it. So are only those
+# of a zero within LARGEST_ZERO, where float16 holds the quarters of a step.
 SEARCHED_KEYS = (2.0**-15, 2.0**15)
 LARGEST_ZERO = 256
 
@@ -47,22 +47,19 @@ def searched_keys(
     groups: Float32[np.ndarray, "*b g 32"],
     low: Float32[np.ndarray, "*b g"],
     high: Float32[np.ndarray, "*b g"],
-    bits: int,
 ) -> Affine:
-    """`parity`, but where a search is safe: the candidate of the least squared error.
+    """`parity` of 8 bits, but where a search is safe: the candidate of least squared error.
 
     Args:
         parity: Scale and zero without a search.
         groups: The keys.
         low: The least of each group.
         high: The greatest.
-        bits: Width of a code.
     """
-    table = key_candidates(bits)
-    scales = ((high - low) / np.float32(STEPS[bits])).astype(np.float16)
+    table = key_candidates()
+    scales = ((high - low) / np.float32(STEPS)).astype(np.float16)
     divisors = scales.astype(np.float32)
-    middle = np.float32(sum(code_range(bits)) / 2)
-    whole = np.rint((high + low) / (divisors + divisors) - middle)
+    whole = np.rint((high + low) / (divisors + divisors))
     per_step, at_zero = table.resolution / divisors, table.shift - whole * table.resolution
     best = least_of(groups * per_step[..., None] + at_zero[..., None], table.words)
     zeros = (whole + PHASES[best]).astype(np.float16)
@@ -110,9 +107,9 @@ def searched_values(
 
 
 @cache
-def key_candidates(bits: int) -> Candidates:
+def key_candidates() -> Candidates:
     """Squared errors in steps, by steps from the whole zero, of each of `PHASES`."""
-    least, most = code_range(bits)
+    least, most = code_range(SEARCHED_KEY_BITS)
     low, high, resolution = least - 2, most + 2, 16
     steps = middles(low, high, resolution) - PHASES[:, None]
     errors = steps - np.clip(np.rint(steps), least, most)
