@@ -9,6 +9,7 @@ from kvstow.codec import reference
 from kvstow.codec.candidates import UNIT
 from kvstow.codec.search import (
     LARGEST_ZERO,
+    SEARCHED_KEY_BITS,
     SEARCHED_KEYS,
     SEARCHED_VALUES,
     count_below,
