@@ -1,7 +1,6 @@
 """A batch of packed rows against the same rows alone, one list of tokens each."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,18 +9,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvstow
-from kvstow import Scheme, UnsupportedModel
+from kvstow import UnsupportedModel
 
 mx = pytest.importorskip("mlx.core")
-base = pytest.importorskip("mlx_lm.models.base")
 host = pytest.importorskip("mlx_lm.models.cache")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
 attention = pytest.importorskip("kvstow.attention.mlx")
+lists = pytest.importorskip("tests.integration.row_lists")
 
 pytestmark = pytest.mark.mlx
 PackedKVCache, DeferredKVCache = integration.PackedKVCache, integration.DeferredKVCache
-H, D = 2, 64
+H, D = lists.H, lists.D
+Tokens, Row, append = lists.Tokens, lists.Row, lists.append
+join, turbo, planes = lists.join, lists.turbo, lists.planes
+padded, decoded, visible = lists.padded, lists.decoded, lists.visible
 
 
 @pytest.fixture(params=["eager", "deferred"])
@@ -31,35 +33,9 @@ def cls(request):
         yield {"eager": PackedKVCache, "deferred": DeferredKVCache}[request.param]
 
 
-class Tokens:
-    """Draws tokens, keys and values ``(1, H, n, D)``, that never repeat."""
-
-    def __init__(self):
-        self.rng = np.random.default_rng(0)
-
-    def __call__(self, n):
-        k, v = self.rng.standard_normal((2, 1, H, n, D)).astype(np.float32)
-        return SimpleNamespace(k=k, v=v)
-
-
 @pytest.fixture
 def draw():
     return Tokens()
-
-
-def join(*pieces):
-    return SimpleNamespace(
-        k=np.concatenate([p.k for p in pieces], axis=2),
-        v=np.concatenate([p.v for p in pieces], axis=2),
-    )
-
-
-def cut(tokens, start, end):
-    return SimpleNamespace(k=tokens.k[:, :, start:end], v=tokens.v[:, :, start:end])
-
-
-def turbo(text="turbo:k8v3"):
-    return Scheme.parse(text)
 
 
 def alone(scheme, tokens, cls=PackedKVCache):
@@ -68,18 +44,6 @@ def alone(scheme, tokens, cls=PackedKVCache):
     if tokens.k.shape[2]:
         cache.update_and_fetch(mx.array(tokens.k), mx.array(tokens.v))
     return cache
-
-
-def stored(scheme, tokens):
-    """What is left of `tokens` after storing them."""
-    bare = Scheme.parse(f"turbo:k{scheme.key_bits}v{scheme.value_bits}")
-    return SimpleNamespace(
-        **dict(zip("kv", map(np.array, alone(bare, tokens).keys_and_values()), strict=True))
-    )
-
-
-def planes(packed):
-    return [np.array(plane) for part in packed for plane in part]
 
 
 def assert_bytes(cache, tokens):
@@ -95,86 +59,6 @@ def assert_bytes(cache, tokens):
     for a, b in zip(got, wanted, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.tobytes() == b.tobytes()
-
-
-def visible(mask, b, n, width):
-    """A mask of mlx-lm's as booleans ``(b, n, width)``."""
-    if mask is None or isinstance(mask, str):
-        mask = base.create_causal_mask(n, width - n)
-    return np.broadcast_to(np.array(mask), (b, 1, n, width))[:, 0]
-
-
-def padded(pieces, width):
-    """Rows joined, with pads of noise on the right."""
-    noise = np.random.default_rng(1)
-    arrays = []
-    for name in "kv":
-        x = noise.standard_normal((len(pieces), H, width, D)).astype(np.float32)
-        for i, piece in enumerate(pieces):
-            x[i, :, : piece.k.shape[2]] = getattr(piece, name)[0]
-        arrays.append(mx.array(x))
-    return arrays
-
-
-def decoded(fetched):
-    if isinstance(fetched[0], attention.PackedWindow):
-        assert fetched[0] is fetched[1]
-        fetched = attention.decode_window(fetched[0], mx.float32, rotated=False)
-    return SimpleNamespace(k=np.array(fetched[0]), v=np.array(fetched[1]))
-
-
-class Row:
-    """One row as plain numpy: the definition of what it attends to."""
-
-    def __init__(self, scheme, tokens, packed):
-        self.scheme, self.tokens, self.packed = scheme, tokens, packed
-
-    @property
-    def n(self):
-        return self.tokens.k.shape[2]
-
-    def append(self, piece):
-        """What each token of `piece` attends to, the last of them to all of it."""
-        self.tokens = join(self.tokens, piece)
-        packs = self.n >= (self.scheme.start_tokens or 1)
-        exact = not self.packed and not (packs and self.scheme.stored)
-        self.packed = self.packed or packs
-        return self.tokens if exact else stored(self.scheme, self.tokens)
-
-    def trim(self, n):
-        self.tokens = cut(self.tokens, 0, max(0, self.n - n))
-        self.packed = self.packed and self.n > 0
-
-    def copy(self):
-        return Row(self.scheme, self.tokens, self.packed)
-
-
-def append(batch, rows, pieces, chunk=None):
-    """Append ragged `pieces`, as mlx-lm does, in chunks; each token sees what its row holds."""
-    lengths = [piece.k.shape[2] for piece in pieces]
-    width = max(lengths)
-    k, v = padded(pieces, width)
-    if len(set(lengths)) > 1:
-        batch.prepare(lengths=lengths, right_padding=[width - n for n in lengths])
-    for at in range(0, width, chunk or width):
-        end = min(at + (chunk or width), width)
-        before = [row.n for row in rows]
-        offset = np.array(batch.offset)
-        mask = batch.make_mask(end - at)
-        got = decoded(batch.update_and_fetch(k[:, :, at:end], v[:, :, at:end]))
-        seen = visible(mask, len(rows), end - at, got.k.shape[2])
-        for i, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
-            new = cut(piece, at, end)
-            wanted = row.append(new)
-            if new.k.shape[2]:
-                assert offset[i] == before[i]
-            for j in range(new.k.shape[2]):
-                for name in "kv":
-                    x = getattr(got, name)[i][:, seen[i, j]]
-                    y = getattr(wanted, name)[0, :, : before[i] + j + 1]
-                    assert x.tobytes() == np.ascontiguousarray(y).tobytes(), (i, j, name)
-    if len(set(lengths)) > 1:
-        batch.finalize()
 
 
 def assert_holds(batch, rows):
@@ -223,8 +107,6 @@ class AnySequence(RuleBasedStateMachine):
         for row, n in zip(rows, lengths, strict=True):
             row.append(self.draw(n))
         caches = [alone(self.scheme, row.tokens, self.cls) for row in rows]
-        for row in rows:
-            row.packed = row.packed and row.n > 0
         return self.cls.merge(caches), rows
 
     def some(self, data):
@@ -315,7 +197,6 @@ def test_a_new_row_beside_packed_ones_attends_to_what_it_would_alone(cls, draw, 
     rows = [Row(turbo(text), draw(0), packed=False) for _ in range(3)]
     for row, n in zip(rows, (20, 0, 12), strict=True):
         row.append(draw(n))
-        row.packed = row.packed and n > 0
     batch = cls.merge([alone(turbo(text), row.tokens, cls) for row in rows])
     append(batch, rows, [draw(n) for n in (2, 5, 1)])  # the second is new
     append(batch, rows, [draw(n) for n in (1, 6, 0)])
@@ -357,7 +238,7 @@ def test_pads_on_the_left_are_no_tokens(cls, draw):
     assert batch.offset.tolist() == [0, -3]
     got = decoded(batch.update_and_fetch(k, v))
     for i, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
-        wanted = row.append(piece)
+        wanted = row.append(piece)[-1]
         seen = visible(mask, 2, 5, 5)[i, -1]
         assert got.k[i][:, seen].tobytes() == wanted.k.tobytes()
     assert [row.packed for row in rows] == [True, False]
@@ -446,10 +327,10 @@ def test_a_batch_and_its_deep_copy_share_nothing(cls, draw, writer):
 def test_a_batch_has_one_scheme_and_one_class(draw):
     caches = [alone(turbo(), draw(2)), alone(turbo("turbo:k8v4"), draw(2)), host.KVCache()]
     for other in caches[1:]:
-        with pytest.raises(ValueError, match="one class and one scheme, got PackedKVCache under"):
+        with pytest.raises(ValueError, match=r"got PackedKVCache \(turbo:k8v3\) and"):
             PackedKVCache.merge([caches[0], other])
     one, two = (PackedKVCache.merge([cache]) for cache in caches[:2])
-    with pytest.raises(ValueError, match=r"turbo:k8v3 and PackedKVCache under turbo:k8v4"):
+    with pytest.raises(ValueError, match=r"\(turbo:k8v3\) and PackedKVCache \(turbo:k8v4\)"):
         one.extend(two)
 
 

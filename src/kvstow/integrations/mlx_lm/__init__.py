@@ -3,14 +3,22 @@
 from kvstow.integrations.mlx_lm.attach import attach, attachment, convert, detach, restore
 from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.rotating import (
+    DeferredRotatingKVCache,
+    PackedBatchRotatingKVCache,
+    PackedRotatingKVCache,
+)
 from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.mlx_lm.usage import usage
 
 __all__ = [
     "DeferredBatchKVCache",
     "DeferredKVCache",
+    "DeferredRotatingKVCache",
     "PackedBatchKVCache",
+    "PackedBatchRotatingKVCache",
     "PackedKVCache",
+    "PackedRotatingKVCache",
     "attach",
     "attachment",
     "convert",

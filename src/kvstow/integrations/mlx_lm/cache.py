@@ -14,7 +14,7 @@ no ``to_quantized`` (``--kv-bits`` would convert it again); only `DeferredKVCach
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import mlx.core as mx
@@ -23,15 +23,16 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from kvstow.attention.mlx import PackedWindow, decode_window
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
-from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
+from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache
 from kvstow.integrations.mlx_lm.encode import check_widths, encode
-from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched
+from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched
 from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, as_pairs
+from kvstow.integrations.mlx_lm.single import Single
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
 from kvstow.store import PackedStore
 
 
-class PackedKVCache(Eager):
+class PackedKVCache(Single):
     """One layer's keys and values under a turbo scheme, fetched eagerly.
 
     Args:
@@ -42,8 +43,6 @@ class PackedKVCache(Eager):
         offset: Tokens held, plain or packed.
         dtype: Of the model's keys and values, and of decoded ones.
     """
-
-    batch: type[PackedBatchKVCache] = PackedBatchKVCache
 
     def __init__(self, scheme: Turbo) -> None:
         self.scheme = scheme
@@ -63,11 +62,6 @@ class PackedKVCache(Eager):
     def offset(self) -> int:
         """Tokens held."""
         return self._store.offset or int(self._plain.offset)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens held."""
-        return self.offset
 
     @property
     def is_packed(self) -> bool:
@@ -150,41 +144,19 @@ class PackedKVCache(Eager):
         """A cache of its own, without copying data until one of the two grows."""
         return type(self).from_state(self.state)
 
-    @classmethod
-    def merge(cls, caches: Sequence["PackedKVCache"]) -> PackedBatchKVCache:
-        """One batch of the rows of `caches`, which stay as they are.
-
-        Raises:
-            ValueError: If their classes or schemes differ.
-        """
-        return cls.batch(caches)
-
     def fresh(self) -> Self:
         """An empty cache of this kind."""
         return type(self)(self.scheme)
 
-    def check_same(self, other: Any) -> None:
-        """Refuse a cache that cannot be in one batch with this one.
-
-        Raises:
-            ValueError: If its class or its scheme differs.
-        """
-        if type(other) is not type(self) or other.scheme != self.scheme:
-            theirs = getattr(other, "scheme", "no scheme")
-            raise ValueError(
-                f"a batch holds caches of one class and one scheme, got {type(self).__name__} "
-                f"under {self.scheme} and {type(other).__name__} under {theirs}"
-            )
-
     def rows(self) -> PlainRows | PackedRows:
-        """This row in mlx-lm's own caches, to be merged."""
+        """See `Single.rows`."""
         if not self.is_packed:
             return PlainRows(self._plain)
         pairs = as_pairs(*self.packed())
         return PackedRows(*(KVCache.from_state((*pair, self.offset)) for pair in pairs))
 
     def refilled(self, rows: PlainRows | PackedRows, dtype: mx.Dtype) -> Self:
-        """A cache of this kind with a row that leaves a batch."""
+        """See `Single.refilled`."""
         cache = self.fresh()
         cache.dtype = dtype
         if isinstance(rows, PlainRows):
@@ -210,10 +182,6 @@ class PackedKVCache(Eager):
     def size(self) -> int:
         """Tokens held."""
         return self.offset
-
-    def empty(self) -> bool:
-        """Whether no token is held."""
-        return self.offset == 0
 
     @property
     def nbytes(self) -> int:
