@@ -80,10 +80,29 @@ def test_a_cache_grows_in_steps():
     assert cost(LLAMA, TURBO, STEP_TOKENS + 1).cache_bytes == 2 * step
 
 
-def test_sliding_layers_stop_growing_and_do_not_depend_on_the_scheme():
-    bound = 5 * 2 * 2 * 64 * 4 * (300 + PREFILL_TOKENS)
-    assert cost(GEMMA, OFF, 10**6).fixed_bytes == cost(GEMMA, TURBO, 10**7).fixed_bytes == bound
-    assert cost(GEMMA, OFF, 100).fixed_bytes == 5 * 2 * 2 * 64 * 4 * STEP_TOKENS
+def test_sliding_layers_stop_growing_at_the_bytes_of_a_turbo_scheme():
+    room = 300 + PREFILL_TOKENS
+    plain, packed = 5 * 2 * 2 * 64 * 4, 5 * 2 * TURBO.bytes_per_token(64)
+    assert cost(GEMMA, OFF, 10**6).fixed_bytes == plain * room
+    assert cost(GEMMA, TURBO, 10**6).fixed_bytes == packed * room
+    assert cost(GEMMA, AFFINE, 10**6).fixed_bytes == plain * room  # mlx-lm cannot convert them
+    assert cost(GEMMA, OFF, 100).fixed_bytes == plain * STEP_TOKENS
+    assert cost(GEMMA, TURBO, 100).fixed_bytes == packed * STEP_TOKENS
+
+
+def test_a_sliding_layer_that_stays_plain_for_a_while_costs_what_it_was():
+    room = 300 + PREFILL_TOKENS
+    late = Scheme.parse("turbo:k8v3+start2000")
+    assert cost(GEMMA, late, 10**6).fixed_bytes == 5 * 2 * 2 * 64 * 4 * 2048
+    assert cost(GEMMA, Scheme.parse("turbo:k8v3+start9999999"), 10**6).fixed_bytes == (
+        5 * 2 * 2 * 64 * 4 * room
+    )
+
+
+def test_a_bounded_layer_that_stays_as_it_is_does_not_depend_on_the_scheme():
+    bounded = model(FULL, LayerShape("bounded", 2, 64, 64, window=300))
+    bound = 2 * 2 * 64 * 4 * (300 + PREFILL_TOKENS)
+    assert {cost(bounded, s, 10**6).fixed_bytes for s in (OFF, TURBO, AFFINE)} == {bound}
 
 
 def test_states_are_counted_once_whatever_the_context_and_the_scheme():

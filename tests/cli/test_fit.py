@@ -134,9 +134,17 @@ def test_a_context_of_some_tokens_is_priced_in_parts(fit):
 
 def test_a_sliding_window_is_a_fixed_cost(fit):
     result = report(fit(GEMMA3_4B, "--kv-quant", "off", "--tokens", "100000", "--json"))
-    assert result["layers"] == {"full": 5, "plain": 0, "sliding": 29, "recurrent": 0}
+    assert result["layers"] == {"full": 5, "plain": 0, "sliding": 29, "bounded": 0, "recurrent": 0}
     assert result["schemes"][0]["bytes_per_token"] == 5 * 4 * 2 * 256 * 2
     assert "29 have a window of 1,024 tokens, a fixed cost." in fit(GEMMA3_4B).output
+
+
+def test_a_sliding_window_takes_the_bytes_of_the_scheme(fit):
+    options = ("--kv-quant", "off", "--kv-quant", "turbo:k8v3", "--kv-quant", "affine:8")
+    rows = report(fit(GEMMA3_4B, *options, "--tokens", "100000", "--json"))["schemes"]
+    off, turbo, affine = (row["at_tokens"]["fixed_bytes"] for row in rows)
+    assert off / turbo == 2.56
+    assert affine == off  # mlx-lm has no affine cache for them
 
 
 def test_the_table_shows_the_same_numbers(fit):
@@ -197,7 +205,7 @@ def test_a_scheme_that_the_models_own_code_cannot_take_is_refused(fit):
 
 def test_a_hybrid_counts_its_states(fit):
     result = report(fit(FALCON_H1, "--tokens", "1", "--json"))
-    assert result["layers"] == {"full": 32, "plain": 0, "sliding": 0, "recurrent": 32}
+    assert result["layers"] == {"full": 32, "plain": 0, "sliding": 0, "bounded": 0, "recurrent": 32}
     off = result["schemes"][0]
     conv = 3 * (4096 + 2 * 128) * 2
     ssm = 64 * 64 * 128 * 4  # kept in float32, whatever the dtype
@@ -208,7 +216,7 @@ def test_a_hybrid_counts_its_states(fit):
 
 def test_layers_that_grow_and_stay_plain_are_counted_beside_those_under_the_scheme(fit):
     result = report(fit(MINIMAX_M3, "--json"))
-    assert result["layers"] == {"full": 3, "plain": 2, "sliding": 0, "recurrent": 0}
+    assert result["layers"] == {"full": 3, "plain": 2, "sliding": 0, "bounded": 0, "recurrent": 0}
     rows = {row["scheme"]: row["bytes_per_token"] for row in result["schemes"]}
     plain = 2 * 8 * 128 * 2 + 128 * 2  # keys and values of one layer, and the keys of its indexer
     assert rows["off"] == 3 * 2 * 8 * 128 * 2 + plain
@@ -248,7 +256,13 @@ def test_the_demo_model_is_priced_as_it_will_be_loaded():
     half, single = (CliRunner().invoke(main, [*options, d]) for d in ("bfloat16", "float32"))
     if half.exit_code and os.environ.get("KVSTOW_REQUIRE_DEMO") != "1":
         pytest.skip(half.output)
-    assert report(half)["layers"] == {"full": 30, "plain": 0, "sliding": 0, "recurrent": 0}
+    assert report(half)["layers"] == {
+        "full": 30,
+        "plain": 0,
+        "sliding": 0,
+        "bounded": 0,
+        "recurrent": 0,
+    }
     assert report(half)["schemes"][0]["bytes_per_token"] == 30 * 3 * 100
     assert report(half)["weight_bytes"] == 2 * 134_515_008
     assert report(single)["weight_bytes"] == 4 * 134_515_008

@@ -131,7 +131,7 @@ CONFIGS = {
     "lfm2-1": (LFM2 | {"full_attn_idxs": [1]}, "rfrrrr"),
     "llama": ({}, "ffffff"),
     "llama-sliding": ({"head_dim": 64, "layer_types": SLIDING_AND_FULL}, "sfsfsf"),
-    "llama4": ({"text_config": COMMON | LLAMA4}, "sssfss"),
+    "llama4": ({"text_config": COMMON | LLAMA4}, "bbbfbb"),
     "mamba": (MAMBA, "rrrrrr"),
     "mistral": ({"head_dim": 64}, "ffffff"),
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "ffffff"),
@@ -187,7 +187,7 @@ def test_the_bytes_are_those_that_mlx_lm_allocates(name):
     fixed = sum(c.nbytes for c in flat(cache)) - growing
     surplus = STEP_TOKENS * sum(
         layer.n_kv_heads * (layer.key_dim + layer.value_dim) * 4
-        for layer in shape.of_kind("sliding")
+        for layer in shape.of_kind("sliding", "bounded")
     )
     assert fixed <= expected.fixed_bytes <= fixed + surplus
 
@@ -213,9 +213,31 @@ def test_full_layers_of_gemma4_have_their_own_heads():
     assert shape.of_kind("sliding")[0] == LayerShape("sliding", 2, 64, 64, window=300)
 
 
-def test_chunks_of_llama4_are_windows():
+def test_chunks_of_llama4_are_windows_that_stay_as_they_are():
     shape = integration.read_shape(skeleton(config_of("llama4")))
-    assert shape.of_kind("sliding")[0] == LayerShape("sliding", 2, 64, 64, window=300)
+    assert shape.of_kind("bounded")[0] == LayerShape("bounded", 2, 64, 64, window=300)
+
+
+@pytest.mark.parametrize("text", ["turbo:k8v3", "turbo:k4v2", "turbo:k8v3+start900", "affine:8"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma3_text-3", "llama-sliding"])
+def test_the_bytes_under_a_scheme_are_those_that_attach_allocates(name, text):
+    """While the last chunk of a prompt is held, and after it."""
+    scheme, config = Scheme.parse(text), config_of(name)
+    shape, model = integration.read_shape(skeleton(config)), build(config)
+    sliding = shape.of_kind("sliding")
+    packed = scheme if text.startswith("turbo") else Off()
+    windows = [
+        300 * layer.n_kv_heads * packed.bytes_per_token(layer.key_dim, dtype_bytes=4)
+        for layer in sliding
+    ]
+    with attached(model, text):
+        cache = caches.make_prompt_cache(model)
+        for tokens, n in ((700, 700), (1100, 400), (1101, 1)):
+            model(mx.zeros((1, n), mx.int32), cache=cache)
+            expected = cost(shape, scheme, tokens)
+            held = sum(c.nbytes for c in cache)
+            assert sum(windows) < held <= expected.cache_bytes + expected.fixed_bytes
+    assert [c.nbytes for c in cache if hasattr(c, "max_size")] == windows
 
 
 def test_latent_attention_is_read_as_it_is_stored():

@@ -16,6 +16,7 @@ SPELLINGS = (
     "turbo:k4v3@keys",
     "turbo:k4v3@values",
     "turbo:k8v2@layer17",
+    "turbo:k8v2@full",
     "paper:mse3",
     "paper:prod8@keys",
 )
@@ -37,12 +38,17 @@ def test_bare_turbo_is_written_out():
         *("off@eager", "off@layer1", "affine:8@deferred", "affine:4@keys", "turbo@bfloat16"),
         *("turbo@", "turbo@layer", "turbo@layer-1", "turbo@eager@keys", "turbo @eager"),
         *("paper:mse0", "paper:mse9", "paper:prod", "paper:qjl3", "paper:mse3@eager"),
-        *("paper:mse3@layer1", "off@layer0", ""),
+        *("paper:mse3@layer1", "off@layer0", "affine:8@full", "off@full", ""),
     ],
 )
 def test_what_is_no_arm_is_refused(text):
     with pytest.raises((EvaluationError, SchemeError), match="expected"):
         Arm.parse(text)
+
+
+def test_full_is_a_policy_that_leaves_sliding_windows_out():
+    assert str(Arm.parse("turbo:k8v2@full").policy) == "policy(turbo:k8v2; sliding: off)"
+    assert str(Arm.parse("turbo:k8v2").policy) == "turbo:k8v2"
 
 
 def test_only_the_unquantised_model_in_its_own_dtype_is_the_reference():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstow.errors import EvaluationError, UnsupportedModel
+from kvstow.errors import EvaluationError, PolicyError, UnsupportedModel
 from kvstow.evaluate.arms import Arm
 
 mx = pytest.importorskip("mlx.core")
@@ -11,6 +11,7 @@ host = pytest.importorskip("mlx_lm.models.cache")
 tiny = pytest.importorskip("tests.integration.tiny")
 harness = pytest.importorskip("kvstow.evaluate.harness")
 simulated = pytest.importorskip("kvstow.evaluate.simulated")
+plain_caches = pytest.importorskip("kvstow.integrations.mlx_lm.attach").plain_caches
 
 pytestmark = pytest.mark.mlx
 
@@ -104,13 +105,38 @@ def test_a_row_says_what_is_quantised_and_what_it_takes(model):
     assert (about["fetch"], about["kv_bytes"]) == ("simulated", None)
 
 
-def test_a_sliding_model_keeps_its_sliding_layers_and_says_so():
-    model = tiny.build("gemma3_text") if "gemma3_text" in tiny.CONFIGS else tiny.build("exaone4")
+def test_sliding_layers_are_quantised_and_full_leaves_them_as_they_are():
+    model = tiny.build("exaone4")
     with harness.running(model, Arm.parse("turbo:k8v3")) as run:
-        about = run.about(run.new())
-        n_quantised, n_layers = about["layers"]
-        assert 0 < n_quantised < n_layers
-        assert sum(map(len, about["kept"].values())) == n_layers - n_quantised
+        both = run.about(run.new())
+    with harness.running(model, Arm.parse("turbo:k8v3@full")) as run:
+        full = run.about(run.new())
+    assert (both["arm"], both["layers"], both["kept"]) == ("turbo:k8v3", [2, 2], {})
+    assert (full["arm"], full["layers"]) == ("turbo:k8v3@full", [1, 2])
+    assert full["kept"] == {"the policy says off": [0]}
+    assert (full["bits_per_value"], full["head_dims"]) == (6.25, [64])
+    exact, *quantised = (logits(model, arm)[0] for arm in ("off", "turbo:k8v3@full", "turbo:k8v3"))
+    apart = [np.abs(x - exact).max() for x in quantised]
+    assert 0 < apart[0] < apart[1]
+
+
+def test_full_of_a_model_without_sliding_windows_is_refused(model):
+    with pytest.raises(PolicyError, match="names no layer of this model"):
+        logits(model, "turbo:k8v3@full")
+
+
+@pytest.mark.parametrize("arm", ["turbo:k8v3@keys", "turbo:k8v3@values", "paper:mse4"])
+def test_a_simulated_arm_keeps_windows_as_they_slide(arm):
+    model = tiny.build("exaone4")
+    with harness.running(model, Arm.parse(arm)) as run:
+        caches, plain = run.new(), plain_caches(model)
+        for n in (40, 1, 9, 1):
+            for cache in (caches, plain):
+                harness.feed(model, cache, np.zeros((1, n), int))
+        assert [(c.offset, c.nbytes) for c in caches] == [(c.offset, c.nbytes) for c in plain]
+        taken = run.take_over(plain)
+    one, other = (harness.feed(model, c, np.zeros((1, 1), int)) for c in (taken, plain))
+    assert 0 < np.abs(np.array(one - other)).max() < 1
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused(model):

@@ -20,21 +20,16 @@ build = pytest.importorskip("tests.integration.architectures").build
 pytestmark = pytest.mark.mlx
 LONG = (12, 5, 1, 1, 40, 1, 1, 9)  # beyond windows and chunks of 32, blocks of 4
 RECURRENT = "recurrent layer has a state, not keys and values"
-SLIDING = "sliding window of 32 tokens keeps its rotating cache"
 CHUNKED = "chunked attention of 32 tokens keeps its cache"
 SEVERAL = "several plain caches in one layer, and nothing says which attention reads"
 # Name: path, quantised layers, reasons of the others.
 EXPECTED = {
     # Later layers ask the cache of an earlier one for keys and values, which are decoded then.
     "afm7": ("deferred", [0, 1], {}),
-    "gemma3n": ("deferred", [1, 3], {SLIDING: [0, 2]}),
+    "gemma3n": ("deferred", [0, 1, 2, 3], {}),
     # Later layers get what an earlier one's cache returned, and no cache: it must be arrays.
-    "gemma4": ("eager", [2], {SLIDING: [0, 1, 3, 4]}),
-    "iquestloopcoder": (
-        "eager",
-        [0, 1],
-        {"sliding window of 64 tokens keeps its rotating cache": [2, 3]},
-    ),
+    "gemma4": ("eager", [0, 1, 2, 3, 4], {}),
+    "iquestloopcoder": ("eager", [0, 1, 2, 3], {}),
     # Attention of their own, with a cap on the logits.
     "gemma2": ("eager", [0, 1], {}),
     # Norms where others have none, and mlx-lm's own attention.
@@ -44,14 +39,14 @@ EXPECTED = {
     "nemotron_h": ("deferred", [1], {RECURRENT: [0]}),
     "qwen3_next": ("deferred", [3], {RECURRENT: [0, 1, 2]}),
     # Both in one layer.
-    "baichuan_m1": ("deferred", [1], {f"{RECURRENT}; {SLIDING}": [0]}),
+    "baichuan_m1": ("deferred", [0, 1], {}),
     "falcon_h1": ("deferred", [0, 1], {}),
     # A second cache, of keys that choose blocks.
     "minimax_m3_vl": ("deferred", [0], {SEVERAL: [1]}),
     "llama4": ("deferred", [3], {CHUNKED: [0, 1, 2]}),
     # Attention sinks.
-    "gpt_oss": ("eager", [1], {SLIDING: [0]}),
-    "mimo_v2_flash": ("eager", [1], {SLIDING: [0]}),
+    "gpt_oss": ("eager", [0, 1], {}),
+    "mimo_v2_flash": ("eager", [0, 1], {}),
 }
 
 
@@ -68,10 +63,14 @@ def run(model, cache=None, schedule=LONG):
     return np.concatenate(logits, axis=1)
 
 
+def defined_layer(cache, scheme):
+    return members.with_plain(cache, tiny.definition(scheme, members.plain(cache)))
+
+
 def defined(model, report):
     """A prompt cache whose quantised layers follow the definition in numpy."""
     return [
-        members.with_plain(cache, tiny.Definition(report.scheme)) if layer.quantised else cache
+        defined_layer(cache, report.scheme) if layer.quantised else cache
         for layer, cache in zip(report.layers, host.make_prompt_cache(model), strict=True)
     ]
 

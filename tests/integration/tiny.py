@@ -4,7 +4,7 @@ from importlib import import_module
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvstow.codec import reference as codec
 
@@ -177,11 +177,11 @@ def tokens(n_tokens, seed=0, b=1):
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (b, n_tokens)))
 
 
-class Definition(KVCache):
+class _Defined:
     """Keeps exact tokens and hands out what `codec.reference` would decode of them."""
 
-    def __init__(self, scheme):
-        super().__init__()
+    def __init__(self, scheme, *args):
+        super().__init__(*args)
         self.scheme = scheme
         self.packed = False
 
@@ -211,3 +211,18 @@ class Definition(KVCache):
         trimmed = super().trim(n)
         self.packed = self.packed and self.offset > 0
         return trimmed
+
+
+class Definition(_Defined, KVCache):
+    """Of a layer that sees all tokens."""
+
+
+class SlidingDefinition(_Defined, RotatingKVCache):
+    """Of a layer with a sliding window."""
+
+
+def definition(scheme, plain):
+    """The definition in the place of one of mlx-lm's own caches."""
+    if isinstance(plain, RotatingKVCache):
+        return SlidingDefinition(scheme, plain.max_size, plain.keep)
+    return Definition(scheme)

@@ -7,9 +7,9 @@ cache
     grows at those of the model's own dtype, for ``T`` rounded up to
     `STEP_TOKENS`: caches grow in steps.
 fixed
-    Every sliding layer, in the model's own dtype: at most its window and one
-    chunk of the prompt, which mlx-lm holds while it reads the prompt. And the
-    states of recurrent layers.
+    Every sliding layer, at the bytes of a turbo scheme or in the model's own
+    dtype: at most its window and one chunk of the prompt, which mlx-lm holds
+    while it reads the prompt. And the states of recurrent layers.
 working
     What lives only while a step runs, at its largest, when the last chunk of
     the prompt passes one layer (mlx frees a layer's arrays before the next):
@@ -111,16 +111,16 @@ def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
     chunk = min(tokens, PREFILL_TOKENS)
     growing = shape.of_kind("full", "plain")
     return Cost(
-        cache_bytes=_cache_bytes(shape, scheme, tokens, *growing),
+        cache_bytes=_cache_bytes(shape, scheme, _in_steps(tokens), *growing),
         fixed_bytes=sum(
-            layer.state_bytes
-            + _layer_bytes(shape, Off(), layer)
-            * min(_in_steps(tokens), layer.window + _in_steps(chunk))
-            for layer in shape.of_kind("sliding", "recurrent")
+            layer.state_bytes + _cache_bytes(shape, scheme, _held(layer, tokens, chunk), layer)
+            for layer in shape.of_kind("sliding", "bounded", "recurrent")
         ),
         working_bytes=2 * shape.vocab_size * FLOAT32_BYTES
         + chunk * _activation_bytes(shape)
-        + max((_cache_bytes(shape, scheme, tokens, layer) for layer in growing), default=0)
+        + max(
+            (_cache_bytes(shape, scheme, _in_steps(tokens), layer) for layer in growing), default=0
+        )
         + _attention_bytes(shape, scheme, chunk, tokens),
     )
 
@@ -148,7 +148,7 @@ def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
     """Bytes of one token in some layers."""
     n_bytes = 0
     for layer in layers:
-        if layer.kind != "full" or isinstance(scheme, Off):
+        if not _is_stored(scheme, layer):
             one_head = (layer.key_dim + layer.value_dim) * shape.dtype_bytes
         else:
             check_layer(scheme, layer)
@@ -157,13 +157,28 @@ def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
     return n_bytes
 
 
-def _cache_bytes(shape: ModelShape, scheme: Scheme, tokens: int, *layers: LayerShape) -> int:
-    allocated = _layer_bytes(shape, scheme, *layers) * _in_steps(tokens)
+def _cache_bytes(shape: ModelShape, scheme: Scheme, room: int, *layers: LayerShape) -> int:
+    """Bytes of some layers with room for so many tokens each."""
+    allocated = _layer_bytes(shape, scheme, *layers) * room
     if isinstance(scheme, Turbo) and scheme.start_tokens:
         # Until then the cache is plain, and that may be the larger of the two.
-        plain_tokens = min(tokens, scheme.start_tokens - 1)
-        return max(allocated, _layer_bytes(shape, Off(), *layers) * _in_steps(plain_tokens))
+        plain_room = min(room, _in_steps(scheme.start_tokens - 1))
+        return max(allocated, _layer_bytes(shape, Off(), *layers) * plain_room)
     return allocated
+
+
+def _is_stored(scheme: Scheme, layer: LayerShape) -> bool:
+    """Whether the layer is stored under the scheme; `attach` does as this says."""
+    if isinstance(scheme, Off):
+        return False
+    return layer.kind == "full" or (layer.kind == "sliding" and isinstance(scheme, Turbo))
+
+
+def _held(layer: LayerShape, tokens: int, chunk: int) -> int:
+    """Tokens that a layer has room for while the last chunk of a prompt is read."""
+    if not layer.window:
+        return _in_steps(tokens)
+    return min(_in_steps(tokens), layer.window + _in_steps(chunk))
 
 
 def _in_steps(tokens: int) -> int:
@@ -186,7 +201,14 @@ def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int)
     if isinstance(scheme, Affine) and growing:
         return shape.n_heads * chunk * tokens * shape.dtype_bytes
     if isinstance(scheme, Turbo):
-        width = max((layer.n_kv_heads * layer.key_dim for layer in growing), default=0)
         per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
-        return width * (2 * ENCODE_BYTES * chunk + per_token * _in_steps(tokens))
+        return max(
+            (
+                layer.n_kv_heads
+                * layer.key_dim
+                * (2 * ENCODE_BYTES * chunk + per_token * _held(layer, tokens, chunk))
+                for layer in shape.of_kind("full", "sliding")
+            ),
+            default=0,
+        )
     return 0

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-Kind = Literal["full", "plain", "sliding", "recurrent"]
-KINDS: tuple[Kind, ...] = ("full", "plain", "sliding", "recurrent")
+Kind = Literal["full", "plain", "sliding", "bounded", "recurrent"]
+KINDS: tuple[Kind, ...] = ("full", "plain", "sliding", "bounded", "recurrent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,12 @@ class LayerShape:
     Args:
         kind: ``full`` grows with the context and is stored under the scheme, ``plain``
             grows and stays as it is under every scheme, ``sliding`` stops growing at
-            `window` tokens, ``recurrent`` has a state of `state_bytes` and no tokens.
+            `window` tokens and is stored under a turbo scheme, ``bounded`` stops growing and
+            stays as it is, ``recurrent`` has a state of `state_bytes` and no tokens.
         n_kv_heads: Heads of keys and of values.
         key_dim: Elements of one key.
         value_dim: Elements of one value.
-        window: Tokens that a sliding layer keeps; 0 for others.
+        window: Tokens that a sliding or bounded layer keeps; 0 for others.
         state_bytes: Bytes of a recurrent layer's state; 0 for others.
     """
 

@@ -166,9 +166,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _notes(report: dict[str, Any], shape: ModelShape) -> list[str]:
     layers = report["layers"]
     lines = [f"{layers['full']} layers have a cache that grows."]
-    if layers["sliding"]:
-        window = shape.of_kind("sliding")[0].window
-        lines.append(f"{layers['sliding']} have a window of {window:,} tokens, a fixed cost.")
+    if sliding := shape.of_kind("sliding", "bounded"):
+        window = f"{sliding[0].window:,} tokens"
+        lines.append(f"{len(sliding)} have a window of {window}, a fixed cost.")
+    if layers["bounded"]:
+        lines.append(f"{layers['bounded']} of these stay as they are under every scheme.")
     if layers["plain"]:
         lines.append(f"{layers['plain']} more grow and stay as they are under every scheme.")
     if layers["recurrent"]:

@@ -69,7 +69,7 @@ def full_layers(model: Any) -> list[int]:
     Raises:
         UnsupportedModel: If the model does not run on its own caches.
     """
-    return list(probe.full_layers(model, plain_caches(model)))
+    return list(_full_shapes(model))
 
 
 def probes(layers: Iterable[int], options: Turbo) -> list[Arm]:
@@ -98,7 +98,7 @@ def costs(
     Raises:
         UnsupportedModel: If the model does not run on its own caches.
     """
-    shapes = probe.full_layers(model, plain_caches(model))
+    shapes = _full_shapes(model)
     caches = plain_caches(model)
     feed(model, caches, passages.tokens)
     found = {}
@@ -111,6 +111,12 @@ def costs(
         values = {b: of_values * e / value_errors[VALUE_PROBE] for b, e in value_errors.items()}
         found[i] = Layer(shape, keys, values)
     return found
+
+
+def _full_shapes(model: Any) -> dict[int, LayerShape]:
+    """A sliding window does not grow, so bytes per token say nothing about it."""
+    shapes = probe.attention_layers(model, plain_caches(model))
+    return {i: shape for i, shape in shapes.items() if shape.kind == "full"}
 
 
 def candidates(options: Turbo) -> list[Turbo]:

@@ -7,6 +7,7 @@ what causes it. An arm has one spelling, ``Arm.parse(str(a)) == a``::
     <turbo>@eager | @deferred    by that path of attention
     <turbo>@keys | @values       only keys, or only values, quantised  (simulated)
     <scheme>@layer<N>            only the N-th cache of the model quantised
+    <turbo>@full                 only layers with full attention, no sliding windows
     off@bfloat16 | off@float16   the whole model in that dtype: the noise floor
     policy:<file>                a JSON file of `policy`; spelled as the policy itself
     paper:mse<1..8>[@keys|@values], paper:prod<1..8>[...]
@@ -24,13 +25,13 @@ from typing import Literal, get_args
 
 from kvstow.errors import EvaluationError
 from kvstow.integrations.report import Fetch
-from kvstow.policy import Policy
+from kvstow.policy import Policy, Rule
 from kvstow.scheme import GROUP_SIZE, SCALE_BYTES, Off, Scheme, Turbo
 
 PAPER_BITS = range(1, 9)
 GRAMMAR = (
     "<scheme>, <turbo>@eager, <turbo>@deferred, <turbo>@keys, <turbo>@values, "
-    "<scheme>@layer<N>, off@bfloat16, off@float16, policy:<file>, paper:mse<1..8> or "
+    "<scheme>@layer<N>, <turbo>@full, off@bfloat16, off@float16, policy:<file>, paper:mse<1..8> or "
     "paper:prod<1..8>"
 )
 Part = Literal["both", "keys", "values"]
@@ -50,6 +51,7 @@ class Arm:
         fetch: Of a turbo scheme.
         part: Which of keys and values are quantised.
         layer: The only cache that is, if one was named.
+        full: Whether layers with a sliding window stay as they are.
         dtype: Of the whole model, for the noise floor.
         paper: ``"mse3"``, an algorithm of the paper in the place of the scheme.
     """
@@ -60,6 +62,7 @@ class Arm:
     layer: int | None = None
     dtype: str | None = None
     paper: str | None = None
+    full: bool = False
 
     @staticmethod
     def parse(text: "str | Arm") -> "Arm":
@@ -92,6 +95,7 @@ class Arm:
         modifiers = [self.dtype, None if self.fetch == "auto" else self.fetch]
         modifiers.append(None if self.part == "both" else self.part)
         modifiers.append(None if self.layer is None else f"layer{self.layer}")
+        modifiers.append("full" if self.full else None)
         return "@".join([name, *filter(None, modifiers)])
 
     @property
@@ -104,6 +108,18 @@ class Arm:
         if isinstance(self.scheme, Policy):
             return f"policy#{hashlib.sha256(str(self).encode()).hexdigest()[:4]}"
         return str(self)
+
+    @property
+    def policy(self) -> Policy:
+        """What to attach.
+
+        >>> str(Arm.parse("turbo:k8v4@full").policy)
+        'policy(turbo:k8v4; sliding: off)'
+        """
+        policy = Policy.of(self.scheme)
+        if not self.full:
+            return policy
+        return replace(policy, rules=(*policy.rules, Rule(Off(), kind="sliding")))
 
     @property
     def is_reference(self) -> bool:
@@ -143,6 +159,8 @@ class Arm:
             return replace(self, part=_PARTS[modifier])
         if modifier in _FETCHES and turbo:
             return replace(self, fetch=_FETCHES[modifier])
+        if modifier == "full" and turbo:
+            return replace(self, full=True)
         if (layer := _LAYER.fullmatch(modifier)) and not self.is_reference and not self.paper:
             return replace(self, layer=int(layer["index"]))
         if modifier in ("bfloat16", "float16") and self.is_reference:

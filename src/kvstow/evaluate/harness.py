@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvstow.capacity import LayerShape
 from kvstow.errors import EvaluationError, KvstowWarning
 from kvstow.evaluate.arms import Arm
-from kvstow.evaluate.simulated import SimulatedKVCache, codec_of
+from kvstow.evaluate.simulated import codec_of, simulated
 from kvstow.integrations import AttachReport, attached, usage
 from kvstow.integrations.mlx_lm import convert, probe
 from kvstow.integrations.mlx_lm.attach import plain_caches
@@ -96,12 +96,7 @@ class Running:
         if self.arm.is_simulated:
             for i, shape in zip(self.quantised, self.layers, strict=True):
                 rounding, _ = codec_of(self.arm, shape.key_dim)
-                source = plain[i]
-                stored[i] = (
-                    SimulatedKVCache(rounding)
-                    if source is None
-                    else SimulatedKVCache.from_kv_cache(source, rounding)
-                )
+                stored[i] = simulated(rounding, shape.window, plain[i])
         elif self.arm.layer is not None:
             with attached(self.model, "off"):
                 fresh = make_prompt_cache(self.model)
@@ -121,9 +116,9 @@ def running(model: Any, arm: Arm) -> Iterator[Running]:
             the arm here: it lacks a kernel, or memory.
     """
     unwarned = warnings.catch_warnings(action="ignore", category=KvstowWarning)  # we measure it
-    with unwarned, attached(model, arm.scheme, fetch=arm.fetch) as report, _cast(model, arm.dtype):
+    with unwarned, attached(model, arm.policy, fetch=arm.fetch) as report, _cast(model, arm.dtype):
         quantised = tuple(layer.index for layer in report.layers if layer.quantised)
-        shapes = probe.full_layers(model, plain_caches(model)) if quantised else {}
+        shapes = probe.attention_layers(model, plain_caches(model)) if quantised else {}
         if arm.layer is not None:
             if arm.layer not in quantised:
                 raise EvaluationError(

@@ -9,9 +9,10 @@ output is that of the eager path (``tests/evaluate/test_simulated.py``).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvstow.codec import mlx as codec
 from kvstow.evaluate.arms import Arm
@@ -34,26 +35,47 @@ class Codec:
     values: Rounding = _exact
 
 
-class SimulatedKVCache(KVCache):
-    """One layer's keys and values, rounded to what `rounding` can represent."""
+class _Simulated:
+    """What makes one of mlx-lm's caches a simulated one."""
 
-    def __init__(self, rounding: Codec) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    offset: int
+
+    def __init__(self, rounding: Codec, *args: Any) -> None:
+        super().__init__(*args)
         self.rounding = rounding
-
-    @classmethod
-    def from_kv_cache(cls, cache: KVCache, rounding: Codec) -> "SimulatedKVCache":
-        """The tokens of a plain cache, as if they had been appended at once."""
-        simulated = cls(rounding)
-        simulated.update_and_fetch(*cache.keys_and_values())
-        return simulated
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append ``(b, h, s, d)``; returns what this append attends to."""
         is_first = self.offset == 0
         rounded = self.rounding.keys(keys), self.rounding.values(values)
-        stored: tuple[mx.array, mx.array] = super().update_and_fetch(*rounded)  # type: ignore[no-untyped-call]
+        stored: tuple[mx.array, mx.array] = super().update_and_fetch(*rounded)  # type: ignore[misc]
         return (keys, values) if is_first else stored
+
+
+class SimulatedKVCache(_Simulated, KVCache):
+    """One layer's keys and values, rounded to what `rounding` can represent."""
+
+
+class SimulatedRotatingKVCache(_Simulated, RotatingKVCache):
+    """The same of a layer with a sliding window."""
+
+
+def simulated(rounding: Codec, window: int, plain: Any = None) -> _Simulated:
+    """A cache with the tokens of a plain one, as if they had been appended at once.
+
+    Args:
+        rounding: What is done to the tokens.
+        window: Tokens that the layer sees; 0: all.
+        plain: Where the tokens are; None: there is none yet.
+    """
+    cache: Any = (
+        SimulatedRotatingKVCache(rounding, window) if window else SimulatedKVCache(rounding)
+    )
+    if plain is not None and plain.offset:
+        keys, values = plain.keys_and_values()
+        cache.__dict__ |= vars(plain)  # where tokens lie, in a window that may have moved on
+        cache.keys, cache.values = rounding.keys(keys), rounding.values(values)
+    return cache  # type: ignore[no-any-return]
 
 
 def codec_of(arm: Arm, head_dim: int) -> tuple[Codec, float]:

@@ -23,7 +23,7 @@ _HOSTS = {"mlx.nn": "mlx_lm"}  # package of the model's base class: adapter
 def attach(
     model: Any, scheme: str | Scheme | Policy | None, *, fetch: Fetch = "auto"
 ) -> AttachReport:
-    """Make `model` create caches under `scheme` for its full-attention layers.
+    """Make `model` create caches under `scheme` for its attention layers.
 
     Sets ``model.make_cache``, the hook that mlx-lm itself asks, on this one
     instance: generate, chat and every other user of `make_prompt_cache` follow. A

@@ -30,12 +30,15 @@ class LayerReport:
         reason: Why it stays; empty for a quantised layer.
         fetch: How the layer's attention reaches what is stored: ``"eager"`` or
             ``"deferred"`` under turbo, ``"host"`` where the cache is the host's own.
+        kind: ``"full"`` or ``"sliding"`` where attention has keys and values that a scheme could
+            store, or None.
     """
 
     index: int
     scheme: Scheme
     reason: str
     fetch: str
+    kind: str | None = None
 
     @property
     def quantised(self) -> bool:
@@ -104,6 +107,8 @@ class AttachReport:
         if isinstance(self.scheme, Policy):
             for scheme, indices in self.schemes.items():
                 lines.append(f"  {scheme} {len(indices)} ({spans(indices)})")
+        if sliding := [x.index for x in self.layers if x.quantised and x.kind == "sliding"]:
+            lines.append(f"  sliding windows {len(sliding)} ({spans(sliding)})")
         for reason, indices in self.kept.items():
             lines.append(f"  kept {len(indices)} ({spans(indices)}): {reason}")
         return "\n".join(lines)

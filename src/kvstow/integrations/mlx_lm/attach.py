@@ -17,6 +17,7 @@ from kvstow.capacity import LayerShape, check_layer
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred, hardness, members, probe
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.rotating import DeferredRotatingKVCache, PackedRotatingKVCache
 from kvstow.integrations.report import AttachReport, LayerReport
 from kvstow.policy import Policy
 from kvstow.scheme import Affine, Off, Scheme, Turbo
@@ -71,12 +72,15 @@ def attach(model: Any, policy: Policy, fetch: str) -> AttachReport:
         UnsupportedModel: As there; the model is unchanged then.
         PolicyError: As there.
     """
-    shapes, kept = _decide(model, policy)
+    filled, kept = _decide(model, policy)
+    shapes = {i: shape for i, shape in filled.items() if not kept[i]}
     schemes = {i: policy.of_layer(i, shape.kind) for i, shape in shapes.items()}
     path, why = _choose_fetch(model, schemes, fetch)
+    kinds = {i: shape.kind for i, shape in filled.items()}
     reports = tuple(
-        LayerReport(i, schemes.get(i, Off()), reason, _path_of(schemes.get(i, Off()), path))
+        LayerReport(i, scheme, reason, _path_of(scheme, path), kinds.get(i))
         for i, reason in enumerate(kept)
+        for scheme in (schemes.get(i, Off()),)
     )
     new_caches = partial(plain_caches, model)
     warnings = tuple(
@@ -157,7 +161,9 @@ def _own_maker(model: Any) -> Any:
 def _under(schemes: Mapping[int, Scheme], fetch: str, caches: list[Any]) -> list[Any]:
     """`caches` with fresh ones at the indices of `schemes`."""
     return [
-        members.with_plain(c, _new_cache(schemes[i], fetch)) if i in schemes else c
+        members.with_plain(c, _new_cache(schemes[i], fetch, members.plain(c)))
+        if i in schemes
+        else c
         for i, c in enumerate(caches)
     ]
 
@@ -166,16 +172,24 @@ def _path_of(scheme: Scheme, path: str) -> str:
     return path if isinstance(scheme, Turbo) else "host"
 
 
-def _new_cache(scheme: Scheme, fetch: str) -> Any:
+def _new_cache(scheme: Scheme, fetch: str, plain: Any) -> Any:
+    """A cache of `scheme` in the place of `plain`.
+
+    Raises:
+        TypeError: If there is no such cache.
+    """
     if isinstance(scheme, Affine):
         return host.QuantizedKVCache(group_size=scheme.group_size, bits=scheme.bits)
-    if isinstance(scheme, Turbo):
-        return DeferredKVCache(scheme) if fetch == "deferred" else PackedKVCache(scheme)
-    raise TypeError(f"no cache for {scheme!r}")
+    if not isinstance(scheme, Turbo):
+        raise TypeError(f"no cache for {scheme!r}")
+    if isinstance(plain, host.RotatingKVCache):
+        sliding = DeferredRotatingKVCache if fetch == "deferred" else PackedRotatingKVCache
+        return sliding(scheme, plain.max_size, plain.keep)
+    return DeferredKVCache(scheme) if fetch == "deferred" else PackedKVCache(scheme)
 
 
 def _decide(model: Any, policy: Policy) -> tuple[dict[int, LayerShape], list[str]]:
-    """Shapes of the caches that are quantised; per cache, why it stays as it is.
+    """Shapes of the plain caches; per cache, why it stays as it is, empty if it does not.
 
     Raises:
         UnsupportedModel: If a scheme cannot store a layer that takes it, or no layer takes one.
@@ -186,22 +200,19 @@ def _decide(model: Any, policy: Policy) -> tuple[dict[int, LayerShape], list[str
         return {}, ["the scheme is off"] * len(caches)
     _refuse_mla(model, policy)
     probe.refuse_stage(model)
-    layers = probe.full_layers(model, caches)
-    kinds = {i: "sliding" for i, c in enumerate(caches) if isinstance(c, host.RotatingKVCache)}
-    policy.check(kinds | {i: shape.kind for i, shape in layers.items()})
-    kept_plain = {i for i, s in layers.items() if isinstance(policy.of_layer(i, s.kind), Off)}
-    layers = {i: shape for i, shape in layers.items() if i not in kept_plain}
-    for i, layer in layers.items():
-        check_layer(policy.of_layer(i, layer.kind), layer)
-    reasons = [
-        "" if i in layers else "the policy says off" if i in kept_plain else _why_kept(c)
-        for i, c in enumerate(caches)
-    ]
-    if not layers:
+    filled = probe.attention_layers(model, caches)
+    policy.check({i: shape.kind for i, shape in filled.items()})
+    reasons = [_why_kept(c) if i not in filled else "" for i, c in enumerate(caches)]
+    for i, layer in filled.items():
+        scheme = policy.of_layer(i, layer.kind)
+        if not (why := _why_plain(scheme, layer)):
+            check_layer(scheme, layer)
+        reasons[i] = why
+    if all(reasons):
         raise UnsupportedModel(
             f"{policy} would apply to no layer of this model: {'; '.join(sorted(set(reasons)))}"
         )
-    return layers, reasons
+    return filled, reasons
 
 
 def _refuse_mla(model: Any, policy: Policy) -> None:
@@ -217,19 +228,28 @@ def _refuse_mla(model: Any, policy: Policy) -> None:
         )
 
 
+def _why_plain(scheme: Scheme, layer: LayerShape) -> str:
+    """Why a layer with keys and values stays plain; empty if it does not."""
+    if isinstance(scheme, Off):
+        return "the policy says off"
+    if isinstance(scheme, Affine) and layer.kind == "sliding":
+        return f"mlx-lm's affine cache has no sliding window, as of {layer.window} tokens here"
+    return ""
+
+
 def _why_kept(cache: Any) -> str:
     name = type(cache).__name__
-    if isinstance(cache, host.RotatingKVCache):
-        return f"sliding window of {cache.max_size} tokens keeps its rotating cache"
+    if isinstance(cache, host.RotatingKVCache) and type(cache) not in members.PLAIN:
+        return f"{name} is a sliding window of its own kind"
     if isinstance(cache, host.ArraysCache):
         return "recurrent layer has a state, not keys and values"
     if isinstance(cache, host.CacheList):
-        if sum(type(member) is host.KVCache for member in cache.caches) > 1:
+        if sum(type(member) in members.PLAIN for member in cache.caches) > 1:
             return "several plain caches in one layer, and nothing says which attention reads"
         return "; ".join(sorted({_why_kept(member) for member in cache.caches}))
     if isinstance(cache, host.ChunkedKVCache):
         return f"chunked attention of {cache.chunk_size} tokens keeps its cache"
-    if type(cache) is host.KVCache:
+    if type(cache) in members.PLAIN:
         return "the model stores nothing in this cache"
     return f"{name} is not a full-attention cache"
 

@@ -7,15 +7,18 @@ reads, so such a layer stays as it is.
 
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from kvstow.integrations.mlx_lm.cache import PackedKVCache
+from kvstow.integrations.mlx_lm.rotating import PackedRotatingKVCache
+
+PLAIN = (KVCache, RotatingKVCache)  # of all tokens, and of a sliding window
 
 
-def plain(cache: Any) -> KVCache | None:
-    """The one plain cache that `cache` is or has, if there is exactly one."""
+def plain(cache: Any) -> Any:
+    """The one plain cache, of `PLAIN`, that `cache` is or has; None if there are more, or none."""
     members = cache.caches if isinstance(cache, CacheList) else (cache,)
-    found = [member for member in members if type(member) is KVCache]
+    found = [member for member in members if type(member) in PLAIN]
     return found[0] if len(found) == 1 else None
 
 
@@ -31,7 +34,7 @@ def converted(cache: Any, fresh: Any) -> Any:
     """The tokens of `cache`, in a cache like `fresh`."""
     if isinstance(fresh, CacheList):
         return CacheList(*map(converted, cache.caches, fresh.caches))
-    if isinstance(fresh, PackedKVCache):
+    if isinstance(fresh, PackedKVCache | PackedRotatingKVCache):
         return type(fresh).from_kv_cache(cache, fresh.scheme)
     if isinstance(fresh, QuantizedKVCache):
         return cache.to_quantized(fresh.group_size, fresh.bits)

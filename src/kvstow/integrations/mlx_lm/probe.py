@@ -10,6 +10,7 @@ generated, for any architecture and without a list of names.
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
 
 from kvstow.capacity import LayerShape
 from kvstow.errors import UnsupportedModel
@@ -19,19 +20,22 @@ from kvstow.integrations.mlx_lm import deferred, members
 _STEPS_TOKENS = (1, 1, 2)
 
 
-def full_layers(model: Any, caches: list[Any]) -> dict[int, LayerShape]:
-    """Index to shape of the plain caches that the model fills.
+def attention_layers(model: Any, caches: list[Any]) -> dict[int, LayerShape]:
+    """Index to shape of the plain caches that the model fills, sliding windows included.
 
     Raises:
         UnsupportedModel: If the model does not run on its own caches.
     """
     fill(model, caches)
     held = {i: members.plain(c) for i, c in enumerate(caches)}
-    return {
-        i: LayerShape("full", *widths(c))
-        for i, c in held.items()
-        if c is not None and not c.empty()
-    }
+    return {i: shape_of(c) for i, c in held.items() if c is not None and not c.empty()}
+
+
+def shape_of(cache: Any) -> LayerShape:
+    """What a filled plain cache holds."""
+    if isinstance(cache, RotatingKVCache):
+        return LayerShape("sliding", *widths(cache), window=int(cache.max_size))
+    return LayerShape("full", *widths(cache))
 
 
 def fill(model: Any, caches: list[Any], n_tokens: tuple[int, ...] = _STEPS_TOKENS) -> Any:

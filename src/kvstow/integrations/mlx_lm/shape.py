@@ -71,12 +71,14 @@ def _flat(caches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _layer(cache: Any, bytes_before: int, *, kept: bool) -> LayerShape:
+    if not kept:
+        return probe.shape_of(cache)
     if isinstance(cache, host.RotatingKVCache):
-        return LayerShape("sliding", *probe.widths(cache), window=int(cache.max_size))
+        return LayerShape("bounded", *probe.widths(cache), window=int(cache.max_size))
     if isinstance(cache, host.ChunkedKVCache):
-        return LayerShape("sliding", *probe.widths(cache), window=int(cache.chunk_size))
+        return LayerShape("bounded", *probe.widths(cache), window=int(cache.chunk_size))
     if isinstance(cache, host.KVCache):
-        return LayerShape("plain" if kept else "full", *probe.widths(cache))
+        return LayerShape("plain", *probe.widths(cache))
     if cache.nbytes != bytes_before:
         raise UnsupportedModel(
             f"this model's {type(cache).__name__} grows in a way that is not known here, "
