@@ -289,8 +289,8 @@ MAMBA = {
         (MAMBA, [], "would apply to no layer of this model: recurrent layer has a state"),
         (
             {"model_type": "plamo3", "window_size": 32},
-            [],
-            "would apply to no layer of this model: sliding window of 32 tokens",
+            ["--kv-quant", "affine:8"],
+            "would apply to no layer of this model: mlx-lm's affine cache has no sliding window",
         ),
         ({"model_type": "gemma2"}, ["--fetch", "deferred"], "cannot take packed windows"),
         ({"model_type": "rwkv99"}, [], "does not run the model type 'rwkv99'"),

@@ -67,14 +67,17 @@ def test_a_model_is_as_hard_as_its_hardest_layer():
     assert (row["hard_keys"], row["threshold"]) == (True, hardness.LIMIT)
 
 
-def test_layers_that_are_no_full_attention_are_left_out():
-    found = profiles.profile(tiny.build("gemma3_text"), PASSAGES)
-    assert [layer.index for layer in found.layers] == [1]
-    assert found.as_dict()["layers"] == [1, 2]
+@pytest.mark.parametrize(
+    ("name", "indices", "n_caches"), [("gemma3_text", [0, 1], 2), ("jamba", [1], 2)]
+)
+def test_layers_with_keys_are_described_windows_included(name, indices, n_caches):
+    found = profiles.profile(tiny.build(name), PASSAGES)
+    assert [layer.index for layer in found.layers] == indices
+    assert found.as_dict()["layers"] == [len(indices), n_caches]
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("llama-80", r"its keys have \[80\]"), ("mamba", "no full-attention layer")]
+    ("name", "why"), [("llama-80", r"its keys have \[80\]"), ("mamba", "no attention layer")]
 )
 def test_a_model_without_keys_to_code_is_refused(name, why):
     with pytest.raises(EvaluationError, match=why):

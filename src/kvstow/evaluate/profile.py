@@ -18,13 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from kvstow.codec import mlx as codec
 from kvstow.errors import EvaluationError
 from kvstow.evaluate.harness import feed, settle
 from kvstow.evaluate.texts import Passages
-from kvstow.integrations.mlx_lm import hardness
+from kvstow.integrations.mlx_lm import hardness, members
 from kvstow.integrations.mlx_lm.attach import plain_caches
 from kvstow.scheme import GROUP_SIZE
 
@@ -66,10 +65,10 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All full-attention layers of a model.
+    """All layers of a model that `attach` can quantise.
 
     Attributes:
-        layers: One per plain cache, in order.
+        layers: One per plain cache, in order, sliding or not.
         n_caches: Of the model; those that are no plain cache are not described.
         at_attach: The hardness that `attach` finds, on random tokens.
     """
@@ -99,15 +98,16 @@ def profile(model: Any, passages: Passages) -> Profile:
     """Describe what `model` stores when it reads `passages`.
 
     Raises:
-        EvaluationError: If it has no full-attention layer whose keys can be coded.
+        EvaluationError: If it has no attention layer whose keys can be coded.
     """
     caches = plain_caches(model)
     feed(model, caches, passages.tokens)
-    stored = {i: c for i, c in enumerate(caches) if type(c) is KVCache and not c.empty()}
+    plain = {i: members.plain(c) for i, c in enumerate(caches)}
+    stored = {i: c for i, c in plain.items() if c is not None and not c.empty()}
     pairs = {i: c.keys_and_values() for i, c in stored.items()}
     dims = sorted({int(keys.shape[-1]) for keys, _ in pairs.values()})
     if not dims or any(dim % GROUP_SIZE for dim in dims):
-        found = f"its keys have {dims} elements" if dims else "it has no full-attention layer"
+        found = f"its keys have {dims} elements" if dims else "it has no attention layer"
         raise EvaluationError(
             f"a profile needs keys in whole groups of {GROUP_SIZE} elements, and {found}"
         )

@@ -31,7 +31,7 @@ def eval_command() -> None:
     """Measure what each scheme costs in quality, on your own model.
 
     An arm is a scheme, or a part of one: turbo:k8v3, turbo:k8v3@eager, turbo:k4v3@keys
-    (only keys quantised), turbo:k8v3@layer5, affine:4g32, off@bfloat16 (the noise floor),
-    paper:mse4, paper:prod4. Results are appended to --output as they come, one JSON row
-    each, and an interrupted run goes on where it stopped.
+    (only keys quantised), turbo:k8v3@layer5, turbo:k8v3@full (no sliding windows), affine:4g32,
+    off@bfloat16 (the noise floor), paper:mse4, paper:prod4. Results are appended to --output
+    as they come, one JSON row each, and an interrupted run goes on where it stopped.
     """

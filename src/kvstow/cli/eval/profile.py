@@ -172,7 +172,7 @@ def table(row: Row) -> Table:
     n, total = row["layers"]
     shown = Table(
         title=f"Keys and values of {row['model']} in {row['dtype']}; {n} of {total} caches are "
-        f"full attention, the {min(n, SHOWN_LAYERS)} hardest first; n = "
+        f"attention, the {min(n, SHOWN_LAYERS)} hardest first; n = "
         f"{row['texts']['n_texts']} texts of {row['window']['n_tokens']} tokens"
     )
     for column in ("cache", "hardness", "error at 4 bits", "at 8 bits", "|K|", "|V|", "|K|/|V|"):

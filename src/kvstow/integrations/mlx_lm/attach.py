@@ -251,7 +251,7 @@ def _why_kept(cache: Any) -> str:
         return f"chunked attention of {cache.chunk_size} tokens keeps its cache"
     if type(cache) in members.PLAIN:
         return "the model stores nothing in this cache"
-    return f"{name} is not a full-attention cache"
+    return f"{name} is not a cache that a scheme is known for"
 
 
 def _choose_fetch(model: Any, schemes: Mapping[int, Scheme], fetch: str) -> tuple[str, str]:
