@@ -70,10 +70,15 @@ def model(request):
 
 
 class Meter:
-    """Bytes that a block leaves allocated, and the most that it had at once."""
+    """Bytes that a block leaves allocated, and the most that it had at once.
+
+    mlx may give out a larger buffer that was freed before, so it may keep none meanwhile.
+    """
 
     def __enter__(self):
         gc.collect()
+        self._limit = mx.set_cache_limit(0)
+        mx.clear_cache()
         mx.reset_peak_memory()
         self._before = mx.get_active_memory()
         return self
@@ -81,6 +86,7 @@ class Meter:
     def __exit__(self, *_):
         self.kept = mx.get_active_memory() - self._before
         self.peak = mx.get_peak_memory() - self._before
+        mx.set_cache_limit(self._limit)
 
 
 ONE_TOKEN_BYTES = 8 * 128 * 4 * 64  # what encoding one token may take beside the planes
