@@ -206,8 +206,10 @@ def test_a_new_row_beside_packed_ones_attends_to_what_it_would_alone(cls, draw, 
 
 def test_a_row_is_where_mlx_lms_own_batch_has_it(cls, draw):
     """So that a layer which keeps its own cache can use this layer's mask."""
-    ours = cls.merge([cls(turbo()) for _ in range(3)])
-    theirs = host.KVCache.merge([host.KVCache() for _ in range(3)])
+    caches = [[kind() for _ in range(3)] for kind in (lambda: cls(turbo()), host.KVCache)]
+    for one, *_ in caches:  # the others are new: their first append is beside stored tokens
+        one.update_and_fetch(*(mx.zeros((1, H, 4, D)) for _ in range(2)))
+    ours, theirs = cls.merge(caches[0]), host.KVCache.merge(caches[1])
     for lengths in ((5, 2, 0), (1, 1, 1), (2, 8, 1), (1, 1, 1)):
         pieces, width = [draw(n) for n in lengths], max(lengths)
         k, v = padded(pieces, width)
