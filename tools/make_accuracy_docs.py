@@ -80,11 +80,13 @@ def models(rows: Sequence[Row]) -> Iterator[str]:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         texts = {row["texts"]["n_texts"] for row in mine}
-        dims = {str(d) for row in mine for d in row["head_dims"]}
+        dims = {str(dim) for row in mine for dim in row["head_dims"]}
+        commits = sorted({row["commit"] for row in mine})
         yield f"### {model}\n"
         yield (
             f"head_dim {' and '.join(sorted(dims))}, n = {', '.join(map(str, texts))} texts, "
-            f"perplexity without quantisation {mine[0]['reference_ppl']:.2f}.\n"
+            f"perplexity without quantisation {mine[0]['reference_ppl']:.2f}; at "
+            f"{', '.join(commits)}.\n"
         )
         yield "| arm | layers | bits | mean KL | 95% interval | median | top-1 |"
         yield "|---|---|---|---|---|---|---|"
