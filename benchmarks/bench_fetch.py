@@ -1,8 +1,8 @@
-"""Time of one decode attention over a cache: every width, both fetch paths, against the host.
+"""Time of one decode attention over a cache: every width, every fetch path, against the host.
 
     python benchmarks/bench_fetch.py --output benchmarks/results/fetch.jsonl
 
-One layer, one query token, batch 1; arms run in turns and medians are taken. An
+One layer, one query token; arms run in turns and medians are taken. An
 arm whose output differs from attention over its own decoded cache is an error,
 never a row. On a GPU the window is cycled over several layers' worth of caches,
 so that it is read from memory and not from the L2 cache.
@@ -28,6 +28,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E
 from kvstow.attention.mlx import PackedWindow, attend, decode_window  # noqa: E402
 from kvstow.codec import mlx as codec  # noqa: E402
 from kvstow.evaluate.environment import environment  # noqa: E402
+from kvstow.kernels.mlx import attend as fused  # noqa: E402
 from kvstow.scheme import KEY_BITS, VALUE_BITS, Turbo  # noqa: E402
 
 SHAPES = {64: (9, 3), 128: (32, 8)}  # head_dim: query heads, KV heads
@@ -76,7 +77,10 @@ def arms(
         want = mx.fast.scaled_dot_product_attention(
             queries.astype(mx.float32), *decoded, scale=scale
         )
-        for fetch, run in (("eager", eager), ("deferred", _deferred)):
+        ways = {"eager": eager, "deferred": _deferred}
+        if ON_GPU:
+            ways["fused"] = _fused
+        for fetch, run in ways.items():
             got = run(queries, window, scale)
             worst = float(mx.abs(got.astype(mx.float32) - want).max())
             if not worst <= TOLERANCE[queries.dtype]:
@@ -87,6 +91,11 @@ def arms(
 
 def _deferred(queries: mx.array, window: PackedWindow, scale: float) -> mx.array:
     return attend(queries, window, scale=scale)
+
+
+def _fused(queries: mx.array, window: PackedWindow, scale: float) -> mx.array:
+    planes = window.keys, window.values
+    return fused(queries, planes, window.n_tokens, scheme=window.scheme, scale=scale)
 
 
 def medians_ms(runs: dict[tuple[str, str], Callable[[], Any]], rounds: int) -> dict[Any, float]:
@@ -105,6 +114,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--all", action="store_true", help="every width pair")
     options = parser.parse_args()
@@ -115,9 +125,9 @@ def main() -> None:
     for head_dim, (n_heads, n_kv_heads) in SHAPES.items():
         for n_tokens in options.tokens:
             mx.random.seed(0)
-            shape = (1, n_kv_heads, n_tokens, head_dim)
+            shape = (options.batch, n_kv_heads, n_tokens, head_dim)
             keys, values = (mx.random.normal(shape).astype(dtype) for _ in "kv")
-            queries = mx.random.normal((1, n_heads, 1, head_dim)).astype(dtype)
+            queries = mx.random.normal((options.batch, n_heads, 1, head_dim)).astype(dtype)
             runs = arms(queries, keys, values, [Turbo(k, v) for k, v in pairs])
             found = medians_ms(runs, options.rounds)
             affine_ms = found.get(("affine:8", "host"))
@@ -128,6 +138,7 @@ def main() -> None:
                     "fetch": fetch,
                     "head_dim": head_dim,
                     "heads": [n_heads, n_kv_heads],
+                    "batch": options.batch,
                     "tokens": n_tokens,
                     "dtype": options.dtype,
                     "median_ms": round(ms, 4),

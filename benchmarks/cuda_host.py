@@ -1,0 +1,168 @@
+"""Launches the kernels on PyTorch tensors through CuPy: the device code alone.
+
+For measurements and checks on a machine that has PyTorch and CuPy, without a framework's
+own overhead; the package itself launches through MLX (`kvstow.kernels.mlx`).
+"""
+
+import ctypes
+import math
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstow.codec import tables
+from kvstow.kernels import nvrtc
+from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
+from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
+from kvstow.kernels.source import cuda_program
+from kvstow.kernels.specialise import Dtype, EncodeKernel, Kernel
+from kvstow.require import require
+from kvstow.scheme import GROUP_SIZE, Turbo
+
+cupy = require("cupy")
+torch = require("torch")
+
+LOG2_E = math.log2(math.e)
+Planes = tuple[Any, Any, Any, Any, Any]
+
+
+def dtype_of(tensor: Any) -> Dtype:
+    """The name of an element type."""
+    name: Dtype = str(tensor.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    return name
+
+
+class CudaHost:
+    """Compiles each kernel once and launches it on the current PyTorch stream.
+
+    Attributes:
+        device: The GPU.
+        compiled: What NVRTC said of each kernel.
+    """
+
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(0)
+        capability = 10 * properties.major + properties.minor
+        self.device = Device(capability, properties.multi_processor_count)
+        self.compiled: dict[Kernel, nvrtc.Compiled] = {}
+        self._kernels: dict[Kernel, Any] = {}
+        self._folder = tempfile.TemporaryDirectory()
+        self._constants: dict[Any, Any] = {}
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        """Compile several kernels at once, on all processors."""
+        wanted = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._kernels]
+        architecture = f"sm_{self.device.capability}"
+        with ThreadPoolExecutor() as pool:
+            programs = pool.map(cuda_program, wanted)
+            made = pool.map(nvrtc.compile_program, programs, [architecture] * len(wanted))
+            for kernel, compiled in zip(wanted, made, strict=True):
+                path = Path(self._folder.name) / f"{kernel.name}.cubin"
+                path.write_bytes(compiled.cubin)
+                function = cupy.RawModule(path=str(path)).get_function(kernel.name)
+                function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+                self.compiled[kernel], self._kernels[kernel] = compiled, function
+
+    def constant(self, table: dict[int, np.ndarray], key: int, dtype: type) -> Any:
+        """A table of the codec on the device."""
+        name = (id(table), key)
+        if name not in self._constants:
+            self._constants[name] = torch.tensor(table[key].astype(dtype), device="cuda")
+        return self._constants[name]
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: ctypes.Structure) -> None:
+        """Launch a kernel on the current stream."""
+        self.compile([kernel])
+        value = np.frombuffer(bytes(args), dtype=np.dtype((np.void, ctypes.sizeof(args))))[0]
+        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        with stream:
+            self._kernels[kernel](grid, (kernel.threads,), (value,), shared_mem=kernel.shared_bytes)
+
+    def encode(self, keys: Any, values: Any, scheme: Turbo, *, guard: bool = True) -> Planes:
+        """Packed planes of contiguous ``(b, h, n, d)`` keys and values."""
+        b, h, n, d = keys.shape
+        planes = empty_planes((b, h, n), d, scheme)
+        kernel = EncodeKernel(d, scheme.key_bits, scheme.value_bits, dtype_of(keys), guard)
+        signs = self.constant(tables.SIGNS, d, np.int8)
+        boundaries = self.constant(tables.BOUNDARIES, scheme.value_bits, np.float32)
+        pointers = (keys, values, *planes, signs, boundaries)
+        args = EncodeArgs(*map(_pointer, pointers), h, n, b * h * n, n, 0, h * n * d, n * d, d)
+        self.launch(kernel, (-(-b * h * n // kernel.vectors), 2), args)
+        return planes
+
+    def decode(self, queries: Any, planes: Planes, scheme: Turbo, **options: Any) -> "DecodeCall":
+        """A call of attention, ready to be launched; options as those of `DecodeCall`."""
+        return DecodeCall(self, queries, planes, scheme, **options)
+
+
+class DecodeCall:
+    """One call of attention with its buffers, which are filled with NaN before.
+
+    Args:
+        host: Where it runs.
+        queries: ``(b, hq, l, d)``.
+        planes: ``(b, h, capacity, *)``.
+        scheme: Widths of the planes.
+        lengths: Tokens of each row, int32; None: the whole capacity.
+        starts: First token of each row, int32.
+        window: Tokens that a query sees; 0: all.
+        chunk: Tokens of a split; None: as planned.
+    """
+
+    def __init__(
+        self, host: CudaHost, queries: Any, planes: Planes, scheme: Turbo, **options: Any
+    ) -> None:
+        b, hq, n_queries, d = queries.shape
+        h, capacity = planes[0].shape[1:3]
+        lengths, starts = options.get("lengths"), options.get("starts")
+        n_tokens = int(lengths.max()) if lengths is not None else capacity
+        shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=lengths is not None)
+        widths = scheme.key_bits, scheme.value_bits
+        self.plan: DecodePlan = plan_decode(shape, widths, dtype_of(queries), host.device)
+        chunk = options.get("chunk") or self.plan.chunk
+        n_splits = max(1, -(-n_tokens // chunk))
+        self._grid = (n_splits, *self.plan.grid[1:])
+        self._host = host
+        rows, nan = b * hq * n_queries, math.nan
+        self.output = torch.full_like(queries, nan)
+        sums = torch.full((rows, n_splits, d), nan, device="cuda")
+        weights = torch.full((rows, n_splits, 2), nan, device="cuda")
+        self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32, device="cuda")
+        centroids = host.constant(tables.CENTROIDS, scheme.value_bits, np.float32)
+        signs = host.constant(tables.SIGNS, d, np.int8)
+        self._keep = (queries, *planes, sums, weights, lengths, starts)
+        read = [*planes, queries, centroids, signs, starts, lengths]
+        written = [self.output, sums, weights, self.arrivals]
+        sizes = h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
+        counts = *sizes, n_splits, chunk, options.get("window", 0)
+        self._args = DecodeArgs(*map(_pointer, read + written), *counts, d**-0.5 * LOG2_E)
+
+    def run(self) -> Any:
+        """Launch it; returns the output."""
+        self._host.launch(self.plan.kernel, self._grid, self._args)
+        return self.output
+
+
+def empty_planes(lead: tuple[int, ...], head_dim: int, scheme: Turbo) -> Planes:
+    """Planes of uninitialised memory."""
+    groups = head_dim // GROUP_SIZE
+
+    def make(width: int, dtype: Any) -> Any:
+        return torch.empty((*lead, width), dtype=dtype, device="cuda")
+
+    key_dtype = torch.int8 if scheme.key_bits == 8 else torch.uint8
+    return (
+        make(head_dim * scheme.key_bits // 8, key_dtype),
+        make(groups, torch.float16),
+        make(groups, torch.float16),
+        make(head_dim * scheme.value_bits // 8, torch.uint8),
+        make(groups, torch.float16),
+    )
+
+
+def _pointer(tensor: Any) -> int | None:
+    return None if tensor is None else int(tensor.data_ptr())

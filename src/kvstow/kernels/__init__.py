@@ -1,0 +1,1 @@
+"""Fused kernels: device source, what it is specialised for, and loaders for each engine."""

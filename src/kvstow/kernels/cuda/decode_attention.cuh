@@ -1,0 +1,117 @@
+// Attention of a few queries over a packed cache, without decoding it to memory.
+//
+// A block takes one KV head of one row of the batch, up to ROWS query rows, and one split of the
+// tokens. Its warps stream tiles of tokens, each through its own ring in shared memory, with its own
+// softmax; they meet only at the end. Tokens are the rows of the matrix products and queries the
+// columns, so that eight query rows cost what one does.
+//
+//   scores[token, row] = keys . queries     int8 products of the stored codes      key_scores.cuh
+//   weights = 2^(scores - greatest)         float32                                here
+//   sums[dim, row] += values . weights      float16 products of decoded centroids  value_sums.cuh
+//   output = unrotate(sums / total)         once per row, by the last split        merge.cuh
+#include "key_scores.cuh"
+#include "merge.cuh"
+#include "tile_ring.cuh"
+namespace kvstow {
+
+// A warp's softmax over the tokens it has seen.
+template <class S>
+struct OnlineSoftmax {
+  float greatest[S::ROW_QUADS], total[S::ROW_QUADS];  // of row 4i + t; total: tokens of this lane
+
+  KVSTOW_INLINE OnlineSoftmax() {
+    KVSTOW_UNROLL
+    for (int i = 0; i < S::ROW_QUADS; ++i) greatest[i] = minus_infinity(), total[i] = 0.f;
+  }
+  // Turns the scores of a tile into weights up to 2^15, the best use of float16's range.
+  KVSTOW_INLINE void take(float (&scores)[S::SUBTILES][2][S::ROW_QUADS], const Queries<S>& queries, ValueSums<S>& values) {
+    float shrink[S::ROW_QUADS];
+    bool changed = false;
+    KVSTOW_UNROLL
+    for (int i = 0; i < S::ROW_QUADS; ++i) {
+      float top = greatest[i];
+      KVSTOW_UNROLL
+      for (int sub = 0; sub < S::SUBTILES; ++sub) top = fmaxf(top, fmaxf(scores[sub][0][i], scores[sub][1][i]));
+      KVSTOW_UNROLL
+      for (int o = 4; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
+      changed |= top != greatest[i];
+      const float step = queries.steps[i], finite = top == minus_infinity() ? 0.f : top;
+      shrink[i] = exp2_approx((greatest[i] - finite) * step);
+      greatest[i] = top;
+      total[i] *= shrink[i];
+      const float base = fmaf(finite, step, -15.f);
+      KVSTOW_UNROLL
+      for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          scores[sub][e][i] = exp2_approx(fmaf(scores[sub][e][i], step, -base));
+          total[i] += scores[sub][e][i];
+        }
+    }
+    if (__any_sync(WHOLE_WARP, changed)) values.scale(shrink);
+  }
+};
+
+// The tokens of one split, for the rows of one block.
+template <class S, Dtype T>
+KVSTOW_INLINE void decode_split(const DecodeArgs& args, const Visible<S>& rows, char* shared_bytes, int b, int head, int split) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int begin = rows.first_tile() + split * args.chunk, end = least(rows.any_high, begin + args.chunk);
+  if (begin >= end) return write_empty_split(args, rows, b, head, split);
+
+  const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
+  const u64 plane_row = (u64)b * args.n_kv_heads + head;
+  const int tile0 = begin + warp * S::TILE;
+  TileRing<S> ring(args, plane_row, rings + warp * (S::STAGES * S::STAGE_BYTES), tile0, rows.any_low, rows.any_high, end);
+
+  write_query_planes<S, T>(args, rows, shared, b, head);
+  Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
+  __syncthreads();
+  const Queries<S> queries(shared);
+  const KeyReader<S> keys;
+  const ValueReader<S> value_reader;
+  const Codebook<S::VALUE_BITS> codebook(args, shared + S::AT_TABLE);
+  OnlineSoftmax<S> softmax;
+  ValueSums<S> values;
+
+  u32 stage = ring.last;
+  KVSTOW_ROLLED
+  for (int tile = tile0; tile < end; tile += S::STEP) {
+    ring.advance();
+    stage = ring.after(stage);
+    float scores[S::SUBTILES][2][S::ROW_QUADS];  // of tokens 16 sub + 8e + g and rows 4i + t
+    KVSTOW_UNROLL
+    for (int sub = 0; sub < S::SUBTILES; ++sub) score_subtile(queries, keys, stage, sub, scores[sub]);
+
+    const bool whole = rows.all_low <= tile && tile + S::TILE <= rows.all_high;
+    if (!whole) {
+      KVSTOW_UNROLL
+      for (int i = 0; i < S::ROW_QUADS; ++i) {
+        const int high = rows.high_of(args, i * 4 + t), low = rows.low(args, high);
+        KVSTOW_UNROLL
+        for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            const int token = tile + sub * 16 + e * 8 + g;
+            if (token < low || token >= high) scores[sub][e][i] = minus_infinity();
+          }
+      }
+    }
+    softmax.take(scores, queries, values);
+    KVSTOW_UNROLL
+    for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, codebook, stage, sub, scores[sub]);
+  }
+  KVSTOW_UNROLL
+  for (int i = 0; i < S::ROW_QUADS; ++i) softmax.greatest[i] *= queries.steps[i];
+  merge_warps(args, rows, rings, values, softmax.greatest, softmax.total, b, head, split);
+}
+
+// Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
+template <class S, Dtype T>
+KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
+  const int split = blockIdx.x, head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks, b = blockIdx.z;
+  const Visible<S> rows(args, b, row_block);
+  if (split >= rows.splits(args)) return;
+  decode_split<S, T>(args, rows, shared, b, head, split);
+  finish<S, T>(args, rows, shared, b, head, row_block);
+}
+
+}  // namespace kvstow

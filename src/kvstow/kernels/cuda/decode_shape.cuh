@@ -1,0 +1,125 @@
+// What a decode kernel is specialised for, what it is called with, and who sees which token.
+#include "primitives.cuh"
+namespace kvstow {
+
+// A stage of a warp's ring in shared memory holds one tile: TILE tokens of one KV head.
+//
+//   AT_KEYS           TILE rows of key codes, 16-byte chunks of a row swizzled (5 bits: as stored)
+//   AT_KEY_SCALES     TILE x GROUPS float16
+//   AT_KEY_ZEROS      TILE x GROUPS float16
+//   AT_VALUE_SCALES   TILE x GROUPS float16
+//   AT_VALUES         TILE rows of value codes, as stored
+//
+// And a block's shared memory, the queries as int8 planes in front (see query_planes.cuh):
+//
+//   AT_QUERIES   ROW_QUADS x GROUPS x 8 columns x 32 bytes
+//   AT_SUMS      ROWS x GROUPS float32: what a query's integers add up to in each group
+//   AT_STEPS     ROWS float32: what an integer is worth
+//   AT_TABLE     centroids, 32 copies so that each lane has a bank to itself; none for 3 bits
+//   AT_RING      WARPS x STAGES stages; at the end, what the warps have to merge
+template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int STAGES_, int TILE_>
+struct DecodeShape {
+  static constexpr int D = HEAD_DIM, KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
+  static constexpr int ROW_QUADS = ROW_QUADS_, ROWS = 4 * ROW_QUADS;  // query rows of a block
+  static constexpr int WARPS = WARPS_, STAGES = STAGES_, TILE = TILE_, STEP = WARPS * TILE;
+  static constexpr int SUBTILES = TILE / 16;               // of 16 tokens, as a matrix instruction takes
+  static constexpr int GROUPS = D / 32;                    // of elements with one scale
+  static constexpr int ROW_TILES = (ROW_QUADS + 1) / 2;    // of 8 rows, as a matrix instruction takes
+
+  // Bytes of one token in each plane.
+  static constexpr int KEY_ROW = D * KEY_BITS / 8, VALUE_ROW = D * VALUE_BITS / 8, SCALE_ROW = GROUPS * 2;
+
+  // Values: lane 4g + t decodes DIMS elements from g * DIMS on, PIECE at a time.
+  static constexpr int DIMS = D / 8, PIECE = DIMS < 32 ? DIMS : 32, PIECES = DIMS / PIECE;
+  static constexpr int LANE_BITS = DIMS * VALUE_BITS, PIECE_BITS = PIECE * VALUE_BITS;
+  // Aligned words that hold a piece, wherever it begins.
+  static constexpr int WORDS =
+      (PIECE_BITS + (PIECE_BITS % 32 == 0 ? 0 : PIECE_BITS % 16 == 0 ? 16 : 24) + 31) / 32;
+  static constexpr int OVERRUN = PIECE_BITS % 32 ? 16 : 0;  // the last word may begin past the row
+
+  static constexpr int AT_KEYS = 0, AT_KEY_SCALES = TILE * KEY_ROW;
+  static constexpr int AT_KEY_ZEROS = AT_KEY_SCALES + TILE * SCALE_ROW;
+  static constexpr int AT_VALUE_SCALES = AT_KEY_ZEROS + TILE * SCALE_ROW;
+  static constexpr int AT_VALUES = AT_VALUE_SCALES + TILE * SCALE_ROW;
+  static constexpr int STAGE_BYTES = (AT_VALUES + TILE * VALUE_ROW + OVERRUN + 127) / 128 * 128;
+
+  static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
+  static constexpr int AT_TABLE = (AT_STEPS + ROWS * 4 + 127) / 128 * 128;
+  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS == 3 ? 0 : 128 << VALUE_BITS);
+  static constexpr int SUMS_PER_LANE = DIMS * ROW_QUADS;
+  static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
+  static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
+
+  static constexpr bool QUERIES_IN_REGISTERS = ROW_QUADS * GROUPS <= 8;
+  static constexpr bool SWIZZLED_KEYS = KEY_BITS != 5;  // its rows are no power of two
+
+  static_assert(D == 64 || D == 128 || D == 256 || D == 512, "no such head_dim");
+  static_assert(TILE % 16 == 0 && TILE * SCALE_ROW % 16 == 0, "a copy moves 16 bytes");
+  static_assert(!SWIZZLED_KEYS || TILE * KEY_ROW % 512 == 0, "keys are copied by whole warps");
+
+  // Chunk c of key row r lies at chunk c ^ swizzle(r): eight rows then touch all banks once.
+  KVSTOW_INLINE static constexpr int swizzle(int row) {
+    return KEY_ROW >= 128 ? row & 7 : row / (128 / KEY_ROW) & (KEY_ROW / 16 - 1);
+  }
+};
+
+// Axes: b rows of the batch, h KV heads, hq = h * group query heads, l query tokens, d head_dim,
+// g = d / 32 groups. A query row r of a KV head is query token r / group of head r % group.
+struct DecodeArgs {
+  const u8* key_codes;       // [b, h, capacity, d * key_bits / 8]
+  const u16* key_scales;     // [b, h, capacity, g] float16
+  const u16* key_zeros;      // [b, h, capacity, g] float16
+  const u8* value_codes;     // [b, h, capacity, d * value_bits / 8]
+  const u16* value_scales;   // [b, h, capacity, g] float16
+  const void* queries;       // [b, hq, l, d]
+  const float* centroids;    // [2^value_bits]
+  const signed char* signs;  // [d] +-1
+  const int* starts;         // [b] the first token; null: 0
+  const int* lengths;        // [b] tokens from 0 on, those of this step included; null: length
+  void* output;              // [b, hq, l, d], in the dtype of the queries
+  float* sums;               // [b * hq * l, n_splits, d] not normalised, in the rotated domain
+  float* weights;            // [b * hq * l, n_splits, 2] greatest score in powers of 2, sum of weights
+  int* arrivals;             // [b * h * row_blocks] zeros, left at zero; unused with one split
+  int n_kv_heads, group, n_queries, capacity, length;
+  int row_blocks;            // blocks of ROWS that the group * l rows of a KV head take
+  int n_splits, chunk;       // a split takes chunk tokens, a multiple of TILE
+  int window;                // a query token sees so many tokens, itself included; 0: all
+  float scale_log2;          // factor of the scores, times log2(e)
+};
+
+// The rows of one block, and the tokens they see.
+template <class S>
+struct Visible {
+  int row, rows;             // the first row of the KV head, and how many
+  int any_low, any_high;     // a token outside is seen by no row
+  int all_low, all_high;     // a token inside is seen by every row
+  int start, row_high;       // row 0 of the KV head sees the tokens [low(row_high), row_high)
+
+  KVSTOW_INLINE Visible(const DecodeArgs& args, int b, int row_block) {
+    start = args.starts ? args.starts[b] : 0;
+    const int length = args.lengths ? args.lengths[b] : args.length;
+    row = row_block * S::ROWS;
+    rows = least(S::ROWS, args.group * args.n_queries - row);
+    row_high = length - args.n_queries + 1;
+    all_high = row_high + row / args.group;
+    any_high = row_high + (row + rows - 1) / args.group;
+    any_low = low(args, all_high), all_low = low(args, any_high);
+  }
+  KVSTOW_INLINE int low(const DecodeArgs& args, int high) const {
+    return args.window ? most(start, high - args.window) : start;
+  }
+  KVSTOW_INLINE int high_of(const DecodeArgs& args, int r) const { return row_high + (row + r) / args.group; }
+  // Splits that hold a token, at least one; the rest do nothing.
+  KVSTOW_INLINE int first_tile() const { return any_low / S::TILE * S::TILE; }
+  KVSTOW_INLINE int splits(const DecodeArgs& args) const {
+    return most(1, (any_high - first_tile() + args.chunk - 1) / args.chunk);
+  }
+  // Where row r of this block lies in arrays of [b, hq, l].
+  KVSTOW_INLINE u64 index(const DecodeArgs& args, int b, int head, int r) const {
+    const int at = row + r;
+    const u64 query_head = ((u64)b * args.n_kv_heads + head) * args.group + at % args.group;
+    return query_head * args.n_queries + at / args.group;
+  }
+};
+
+}  // namespace kvstow

@@ -1,0 +1,65 @@
+// Keys: x = (code + zero) * scale per group. See reference.encode_keys, with guard=True.
+#include "group.cuh"
+namespace kvstow {
+
+// As codec/affine.py: what is stored, and the numbers that codes are taken against.
+struct Affine {
+  u16 scale, zero;
+  float divisor, offset;
+};
+
+template <int BITS>
+struct KeyCodes {
+  static constexpr int LEAST = BITS == 8 ? -127 : 0, MOST = BITS == 8 ? 127 : (1 << BITS) - 1;
+  static constexpr float GUARD_STEPS = BITS == 8 ? 238.f : (float)MOST;
+  static constexpr float ZERO_LIMIT = BITS == 8 ? 32768.f : 1024.f;
+
+  KVSTOW_INLINE static Affine affine_of(float low, float high) {
+    Affine a;
+    const float scale = __fdiv_rn(__fsub_rn(high, low), (float)(MOST - LEAST));
+    a.divisor = __fadd_rn(scale, EPS);
+    const float middle = BITS == 8 ? __fadd_rn(high, low) : low;
+    a.offset = rintf(__fdiv_rn(middle, BITS == 8 ? __fmul_rn(2.f, a.divisor) : a.divisor));
+    a.scale = to_float16(scale), a.zero = to_float16(a.offset);
+    return a;
+  }
+
+  // A group that the parity encoder would lose: a scale rounded up and a fractional zero.
+  KVSTOW_INLINE static void guard(Affine& a, float low, float high) {
+    const float largest = fmaxf(-low, high);
+    const bool sane = from_float16(a.scale) >= 0x1p-16f && is_finite16(a.scale) && is_finite16(a.zero);
+    if (sane || !is_finite(low) || !is_finite(high) || largest == 0.f) return;
+    const float range = __fsub_rn(__fdiv_rn(high, GUARD_STEPS), __fdiv_rn(low, GUARD_STEPS));
+    const float wanted = fmaxf(range, __fdiv_rn(largest, ZERO_LIMIT));
+    const float scale = fminf(fmaxf(wanted, 0x1p-24f), FLOAT16_MAX);
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(a.scale) : "f"(scale));  // rounds up
+    a.divisor = from_float16(a.scale);
+    const float middle = BITS == 8 ? __fadd_rn(__fmul_rn(0.5f, low), __fmul_rn(0.5f, high)) : low;
+    const float zero = __fdiv_rn(middle, a.divisor);
+    a.zero = to_float16(fminf(fmaxf(zero, -FLOAT16_MAX), FLOAT16_MAX));
+    a.offset = from_float16(a.zero);
+  }
+};
+
+template <int D, int BITS, Dtype T, bool GUARD>
+KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int group) {
+  using Codes = KeyCodes<BITS>;
+  const Place place(args, vector, group);
+  float x[32];
+  load_group<T>(args.keys, place.from, x);
+  float low = x[0], high = x[0];
+  KVSTOW_UNROLL
+  for (int i = 1; i < 32; ++i) low = least_or_nan(low, x[i]), high = most_or_nan(high, x[i]);
+  Affine affine = Codes::affine_of(low, high);
+  if (GUARD) Codes::guard(affine, low, high);
+  BitStream<BITS> stream;
+  Divider(affine.divisor, fmaxf(fabsf(low), fabsf(high))).each(x, [&](int i, float steps) {
+    const int code = __float2int_rn(__fsub_rn(steps, affine.offset));  // NaN becomes 0
+    stream.put(i, (u32)most(Codes::LEAST, least(Codes::MOST, code)) & ((1u << BITS) - 1));
+  });
+  stream.store(args.key_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
+  args.key_scales[place.row * (D / 32) + group] = affine.scale;
+  args.key_zeros[place.row * (D / 32) + group] = affine.zero;
+}
+
+}  // namespace kvstow

@@ -1,0 +1,105 @@
+// Values: signs, Walsh-Hadamard, root mean square, codebook. See reference.encode_values, guard=True.
+//
+// The D / 32 groups of a vector lie in neighbouring lanes: butterflies up to 16 stay in a lane, the
+// others exchange lanes, in the order of the definition.
+#include "group.cuh"
+namespace kvstow {
+
+template <int D>
+struct Rotation {
+  static constexpr int LANES = D / 32;
+  static constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0x1.6a09e6p-4f : D == 256 ? 0.0625f : 0x1.6a09e6p-5f;
+
+  KVSTOW_INLINE static u32 lanes_of_vector() {
+    const u32 lane = threadIdx.x & 31;
+    return (u32)((1ull << LANES) - 1) << (lane & ~(LANES - 1));
+  }
+  KVSTOW_INLINE static void rotate(float (&x)[32], const signed char* signs) {
+    KVSTOW_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const u32 four = ((const u32*)signs)[i];  // a sign of -1 has its top bit set
+      KVSTOW_UNROLL
+      for (int k = 0; k < 4; ++k)
+        x[4 * i + k] = __uint_as_float(__float_as_uint(x[4 * i + k]) ^ (four << (24 - 8 * k) & 0x80000000u));
+    }
+    KVSTOW_UNROLL
+    for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
+      for (int i = 0; i < 32; ++i)
+        if (!(i & h)) {
+          const float a = x[i], b = x[i + h];
+          x[i] = __fadd_rn(a, b), x[i + h] = __fsub_rn(a, b);
+        }
+    KVSTOW_UNROLL
+    for (int h = 1; h < LANES; h *= 2) {
+      const float sign = threadIdx.x & h ? -1.f : 1.f;  // own + other, or other - own: one rounding
+      KVSTOW_UNROLL
+      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(lanes_of_vector(), x[i], h));
+    }
+    KVSTOW_UNROLL
+    for (int i = 0; i < 32; ++i) x[i] = __fmul_rn(x[i], NORM);
+  }
+};
+
+// How many boundaries lie strictly below a number: its code, a tie the lower one; NaN: 0.
+template <int BITS>
+struct Boundaries {
+  const float* edges;
+  float kept[7];  // of 3 bits, in registers
+
+  KVSTOW_INLINE Boundaries(const float* edges_) : edges(edges_) {
+    if (BITS == 3) KVSTOW_UNROLL
+      for (int i = 0; i < 7; ++i) kept[i] = edges[i];
+  }
+  KVSTOW_INLINE u32 code(float x) const {
+    if (BITS == 3) {
+      const bool p = kept[3] < x, q = (p ? kept[5] : kept[1]) < x;
+      const bool r = (p ? (q ? kept[6] : kept[4]) : (q ? kept[2] : kept[0])) < x;
+      return (p ? 4 : 0) + (q ? 2 : 0) + (r ? 1 : 0);
+    }
+    u32 below = 0;
+    KVSTOW_UNROLL
+    for (int step = 1 << (BITS - 1); step; step >>= 1) below += edges[below + step - 1] < x ? step : 0;
+    return below;
+  }
+};
+
+// Whether a vector is finite and small enough for its rotation to be; all its lanes ask together.
+template <int D, Dtype T>
+KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
+  float x[32], largest = 0.f;
+  load_group<T>(args.values, place.from, x);
+  KVSTOW_UNROLL
+  for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
+  KVSTOW_UNROLL
+  for (int h = 1; h < Rotation<D>::LANES; h *= 2)
+    largest = most_or_nan(largest, __shfl_xor_sync(Rotation<D>::lanes_of_vector(), largest, h));
+  return largest <= 0x1p100f;
+}
+
+template <int D, int BITS, Dtype T, bool GUARD>
+KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
+  const Place place(args, vector, group);
+  float x[32];
+  load_group<T>(args.values, place.from, x);
+  Rotation<D>::rotate(x, args.signs + group * 32);
+  float sum = __fmul_rn(x[0], x[0]);
+  KVSTOW_UNROLL
+  for (int i = 1; i < 32; ++i) sum = __fadd_rn(sum, __fmul_rn(x[i], x[i]));
+  const float rms = __fsqrt_rn(__fdiv_rn(sum, 32.f));
+  u16 scale = to_float16(rms);
+  float divisor = __fadd_rn(rms, EPS);
+  if (GUARD) {
+    const bool saturated = (scale & 0x7FFFu) == 0x7C00u;
+    if (__any_sync(Rotation<D>::lanes_of_vector(), saturated) && is_codable<D, T>(args, place) && saturated) {
+      scale = 0x7BFF;  // 65504
+      divisor = FLOAT16_MAX;
+    }
+  }
+  const Boundaries<BITS> boundaries(edges);
+  BitStream<BITS> stream;
+  Divider(divisor, rms).each(x, [&](int i, float units) { stream.put(i, boundaries.code(units)); });
+  stream.store(args.value_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
+  args.value_scales[place.row * (D / 32) + group] = scale;
+}
+
+}  // namespace kvstow

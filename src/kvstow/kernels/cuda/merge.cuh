@@ -1,0 +1,158 @@
+// From sums of a warp to sums of a split, and from those to the output.
+//
+// Every part holds the greatest score of its tokens, in powers of two, and sums of weights and of
+// weighted values relative to it; parts with different ones are brought to the greater one.
+#include "value_sums.cuh"
+namespace kvstow {
+
+// The split of a block that saw no token: its weights say that there are no sums.
+template <class S>
+KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const Visible<S>& rows, int b, int head, int split) {
+  for (int r = threadIdx.x; r < rows.rows; r += S::WARPS * 32) {
+    float* weight = args.weights + (rows.index(args, b, head, r) * args.n_splits + split) * 2;
+    weight[0] = minus_infinity();
+    weight[1] = 0.f;
+  }
+}
+
+// Merges the warps of a block, through the memory of their rings.
+//   greatest[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
+template <class S>
+KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const Visible<S>& rows, u32 ring, const ValueSums<S>& values,
+                               const float (&greatest)[S::ROW_QUADS], float (&weight)[S::ROW_QUADS], int b, int head, int split) {
+  constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  KVSTOW_UNROLL
+  for (int i = 0; i < S::ROW_QUADS; ++i) KVSTOW_UNROLL
+    for (int o = 4; o < 32; o <<= 1) weight[i] += __shfl_xor_sync(WHOLE_WARP, weight[i], o);
+  wait_for_all_but<0>();
+  __syncthreads();
+  const u32 mine = ring + warp * S::MERGE_BYTES;
+  KVSTOW_UNROLL
+  for (int i = 0; i < S::ROW_QUADS; ++i) {
+    KVSTOW_UNROLL
+    for (int m = 0; m < S::D / 16; ++m) {
+      store_float(mine + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4, values.sums[m][i / 2][i & 1]);
+      store_float(mine + ((2 * m + 1) * S::ROW_QUADS + i) * 128 + lane * 4, values.sums[m][i / 2][2 + (i & 1)]);
+    }
+    if (g == 0) {
+      store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8, greatest[i]);
+      store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8 + 4, weight[i]);
+    }
+  }
+  __syncthreads();
+  KVSTOW_UNROLL
+  for (int i = 0; i < S::ROW_QUADS; ++i) {
+    const int r = i * 4 + t;
+    float factor[S::WARPS], top = minus_infinity(), total = 0.f;
+    KVSTOW_UNROLL
+    for (int w = 0; w < S::WARPS; ++w) top = fmaxf(top, factor[w] = load_float(ring + w * S::MERGE_BYTES + AT_WEIGHTS + r * 8));
+    KVSTOW_UNROLL
+    for (int w = 0; w < S::WARPS; ++w) {
+      factor[w] = exp2_approx(factor[w] - (top == minus_infinity() ? 0.f : top));
+      total = fmaf(factor[w], load_float(ring + w * S::MERGE_BYTES + AT_WEIGHTS + r * 8 + 4), total);
+    }
+    if (r >= rows.rows) continue;
+    const u64 at = rows.index(args, b, head, r) * args.n_splits + split;
+    if (warp == 0 && g == 0) {
+      args.weights[at * 2] = top;
+      args.weights[at * 2 + 1] = total;
+    }
+    KVSTOW_UNROLL
+    for (int m = warp; m < S::D / 16; m += S::WARPS) {
+      float x = 0.f, y = 0.f;
+      KVSTOW_UNROLL
+      for (int w = 0; w < S::WARPS; ++w) {
+        const u32 from = ring + w * S::MERGE_BYTES + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4;
+        x = fmaf(factor[w], load_float(from), x);
+        y = fmaf(factor[w], load_float(from + S::ROW_QUADS * 128), y);
+      }
+      *(float2*)(args.sums + at * S::D + g * S::DIMS + 2 * m) = make_float2(x, y);
+    }
+  }
+}
+
+// One warp merges the splits of a row, undoes the rotation and writes the output. `__ldcg`: other
+// blocks wrote the sums, so they must not come from this processor's own cache.
+template <class S, Dtype T>
+KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
+  constexpr int E = S::D / 32;  // dims of a lane, from E * lane on
+  constexpr int BATCH = E <= 4 ? 16 : E <= 8 ? 8 : 4;  // splits whose loads are in flight together
+  const int lane = threadIdx.x & 31;
+  const float2* weights = (const float2*)args.weights + row * args.n_splits;
+  const float2 none = make_float2(minus_infinity(), 0.f), own = lane < n_splits ? __ldcg(weights + lane) : none;
+  float top = own.x, total = 0.f, x[E] = {};
+  for (int s = lane + 32; s < n_splits; s += 32) top = fmaxf(top, __ldcg(weights + s).x);
+  KVSTOW_UNROLL
+  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
+  const float base = top == minus_infinity() ? 0.f : top;
+  const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
+  for (int s0 = 0; s0 < n_splits; s0 += 32, sums += 32 * S::D) {
+    const float2 w = s0 == 0 ? own : s0 + lane < n_splits ? __ldcg(weights + s0 + lane) : none;
+    const float factor = exp2_approx(w.x - base);
+    total = fmaf(factor, w.y, total);
+    const int n = least(32, n_splits - s0);
+    for (int s1 = 0; s1 < n; s1 += BATCH) {
+      float2 y[BATCH][E / 2];
+      KVSTOW_UNROLL
+      for (int s = 0; s < BATCH; ++s) KVSTOW_UNROLL
+        for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg((const float2*)(sums + least(s1 + s, n - 1) * S::D) + e);
+      KVSTOW_UNROLL
+      for (int s = 0; s < BATCH; ++s) {
+        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 of a split without sums
+        KVSTOW_UNROLL
+        for (int e = 0; e < E / 2; ++e) {
+          x[2 * e] = fmaf(f, f == 0.f ? 0.f : y[s][e].x, x[2 * e]);
+          x[2 * e + 1] = fmaf(f, f == 0.f ? 0.f : y[s][e].y, x[2 * e + 1]);
+        }
+      }
+    }
+  }
+  KVSTOW_UNROLL
+  for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(WHOLE_WARP, total, o);
+  // The Hadamard matrix is symmetric, so the order of its butterflies is free.
+  KVSTOW_UNROLL
+  for (int h = 1; h < E; h *= 2) KVSTOW_UNROLL
+    for (int e = 0; e < E; ++e)
+      if (!(e & h)) {
+        const float a = x[e], b = x[e + h];
+        x[e] = a + b, x[e + h] = a - b;
+      }
+  KVSTOW_UNROLL
+  for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
+    for (int e = 0; e < E; ++e) {
+      const float y = __shfl_xor_sync(WHOLE_WARP, x[e], h);
+      x[e] = lane & h ? y - x[e] : x[e] + y;
+    }
+  // A row that sees no token is zero.
+  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * (1.f / Codebook<S::VALUE_BITS>::FACTOR) / total;
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e) {
+    const int d = lane * E + e;
+    set_element<T>(args.output, row * S::D + d, x[e] * norm * (float)args.signs[d]);
+  }
+}
+
+// The last split of a block's rows to arrive finishes them, so that one launch does it all.
+template <class S, Dtype T>
+KVSTOW_INLINE void finish(const DecodeArgs& args, const Visible<S>& rows, char* shared, int b, int head, int row_block) {
+  const int n_splits = rows.splits(args);
+  if (args.n_splits > 1) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int* arrived = args.arrivals + (b * args.n_kv_heads + head) * args.row_blocks + row_block;
+      const bool is_last = atomicAdd(arrived, 1) == n_splits - 1;
+      if (is_last) *arrived = 0;
+      *(volatile int*)shared = is_last;
+    }
+    __syncthreads();
+    if (!*(volatile int*)shared) return;
+    __threadfence();
+  } else {
+    __syncthreads();
+  }
+  for (int r = threadIdx.x / 32; r < rows.rows; r += S::WARPS) finish_row<S, T>(args, rows.index(args, b, head, r), n_splits);
+}
+
+}  // namespace kvstow

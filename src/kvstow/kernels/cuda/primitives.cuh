@@ -1,0 +1,163 @@
+// Names for the instructions that the kernels are made of.
+//
+// Self-contained: no includes, so that NVRTC (which MLX and PyTorch use) and nvcc compile the same
+// text for sm_80 and newer. Shared memory is addressed by 32-bit numbers, as its instructions do.
+namespace kvstow {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define KVSTOW_INLINE __device__ __forceinline__
+#define KVSTOW_UNROLL _Pragma("unroll")
+#define KVSTOW_ROLLED _Pragma("unroll 1")
+
+[[maybe_unused]] constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
+
+// The element type of arrays that come from the model.
+enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
+
+// ---- numbers -------------------------------------------------------------------------------------
+
+KVSTOW_INLINE constexpr int least(int a, int b) { return a < b ? a : b; }
+KVSTOW_INLINE constexpr int most(int a, int b) { return a > b ? a : b; }
+KVSTOW_INLINE float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// Byte i of the result is byte (s >> 4i & 7) of the eight bytes of (b:a); with bit 3 set, its sign.
+KVSTOW_INLINE u32 pick_bytes(u32 a, u32 b, u32 s) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(s));
+  return d;
+}
+// The low 32 bits of (high:low) >> n, n < 32.
+KVSTOW_INLINE u32 shift_pair(u32 low, u32 high, u32 n) {
+  u32 d;
+  asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(n));
+  return d;
+}
+KVSTOW_INLINE float low_half(u32 pair) {
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+  return f;
+}
+KVSTOW_INLINE float high_half(u32 pair) {
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
+  return f;
+}
+KVSTOW_INLINE u32 two_halves(float low, float high) {
+  u32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+KVSTOW_INLINE u32 multiply_halves(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+KVSTOW_INLINE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KVSTOW_INLINE u16 to_float16(float x) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+KVSTOW_INLINE u16 to_bfloat16(float x) {
+  u16 h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+KVSTOW_INLINE float from_float16(u16 h) { return low_half(h); }
+
+template <Dtype T>
+KVSTOW_INLINE float element(const void* p, u64 at) {
+  if (T == FLOAT32) return ((const float*)p)[at];
+  const u32 bits = ((const u16*)p)[at];
+  return T == BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+}
+template <Dtype T>
+KVSTOW_INLINE void set_element(void* p, u64 at, float x) {
+  if (T == FLOAT32) ((float*)p)[at] = x;
+  else ((u16*)p)[at] = T == BFLOAT16 ? to_bfloat16(x) : to_float16(x);
+}
+
+// ---- shared memory -------------------------------------------------------------------------------
+
+KVSTOW_INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+KVSTOW_INLINE u32 load32(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+KVSTOW_INLINE u32 load16(u32 at) {
+  u16 v;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+KVSTOW_INLINE float load_float(u32 at) { return __uint_as_float(load32(at)); }
+KVSTOW_INLINE void store32(u32 at, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v)); }
+KVSTOW_INLINE void store8(u32 at, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(v)); }
+KVSTOW_INLINE void store_float(u32 at, float v) { store32(at, __float_as_uint(v)); }
+
+// ---- asynchronous copies from global to shared memory --------------------------------------------
+
+KVSTOW_INLINE void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+// Reads the first n bytes (0..16) and writes zeros for the rest.
+KVSTOW_INLINE void copy16_first(u32 to, const void* from, int n) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n));
+}
+KVSTOW_INLINE void copy4_first(u32 to, const void* from, int n) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n));
+}
+KVSTOW_INLINE void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int N>
+KVSTOW_INLINE void wait_for_all_but() {  // the last N groups of copies
+  asm volatile("cp.async.wait_group %0;" ::"n"(N));
+}
+
+// ---- matrix instructions, on fragments that are spread over a warp -------------------------------
+//
+// Lane 4g + t. Of a 16 x K operand A, r[0] holds row g and r[1] row g + 8 of the first half of K,
+// r[2] and r[3] the same rows of the second half; of a K x 8 operand B, column g. Of the 16 x 8
+// result, c[0], c[1] are row g, columns 2t, 2t + 1, and c[2], c[3] the same columns of row g + 8.
+
+// Four 8 x 8 tiles of 16-bit elements; lane i gives the address of row i of the four in a column.
+KVSTOW_INLINE void load_tiles(u32 row, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
+}
+KVSTOW_INLINE u32 transpose_tile(u32 x) {  // an 8 x 8 tile of 16-bit elements
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// c = a b, 16 x 32 codes times 32 x 8 signed bytes. The codes are signed or not.
+template <bool SIGNED>
+KVSTOW_INLINE void multiply_int8(int (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if (SIGNED)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
+}
+// c += a b, 16 x 16 times 16 x 8 in float16, added in float32.
+KVSTOW_INLINE void add_product_fp16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace kvstow

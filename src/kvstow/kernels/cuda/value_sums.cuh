@@ -1,0 +1,143 @@
+// Sums of values of one subtile of 16 tokens, weighted, in the rotated domain.
+//
+// Operand A holds values with dims as rows: lane 4g + t decodes DIMS dims from g * DIMS on, of
+// tokens 2t, 2t + 1, 2t + 8 and 2t + 9, so that a register is one dim of two tokens. Operand B
+// holds the weights, transposed from the scores' layout.
+#include "codebook.cuh"
+namespace kvstow {
+
+template <class S>
+struct ValueReader {
+  u32 at, scales_at;  // in a stage
+  u32 shift;          // of the lane's first bit in its first word
+  u32 outer, middle;  // for values of 6 bytes, see `six_bytes`
+
+  KVSTOW_INLINE ValueReader() {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int byte = g * S::LANE_BITS / 8;
+    at = S::AT_VALUES + 2 * t * S::VALUE_ROW + (byte & ~3);
+    scales_at = S::AT_VALUE_SCALES + 2 * t * S::SCALE_ROW + g * S::DIMS / 32 * 2;
+    shift = (byte & 3) * 8;
+    outer = g & 1 ? 0x7632 : 0x5410, middle = g & 1 ? 0x6543 : 0x4321;
+    asm volatile("" : "+r"(at), "+r"(scales_at));  // kept in registers, not made again for every tile
+  }
+  KVSTOW_INLINE static int token(int k) { return (k >> 1) * 8 + (k & 1); }  // beside 2t
+
+  // Scales of tokens 2t, 2t + 1 and of 2t + 8, 2t + 9.
+  KVSTOW_INLINE void read_scales(u32 stage, int subtile, int piece, u32 (&pairs)[2]) const {
+    KVSTOW_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      const u32 from = stage + scales_at + (subtile * 16 + k * 8) * S::SCALE_ROW + piece * 2;
+      pairs[k] = pick_bytes(load16(from), load16(from + S::SCALE_ROW), 0x5410);
+    }
+  }
+  KVSTOW_INLINE void read_codes(u32 stage, int subtile, int piece, u32 (&words)[4][S::WORDS]) const {
+    KVSTOW_UNROLL
+    for (int k = 0; k < 4; ++k) KVSTOW_UNROLL
+      for (int x = 0; x < S::WORDS; ++x)
+        words[k][x] = load32(stage + at + (subtile * 16 + token(k)) * S::VALUE_ROW + piece * S::PIECE_BITS / 8 + x * 4);
+  }
+};
+
+// Decoded pairs of four dims at a time, from words as `ValueReader::read_codes` gives them.
+template <class S>
+struct ValueDecoder {
+  static constexpr bool SIX_BYTES = S::VALUE_BITS == 3 && S::PIECE == 16;  // 48 bits in two words
+  const ValueReader<S>& reader;
+  const Codebook<S::VALUE_BITS>& codebook;
+  u32 (&words)[4][S::WORDS];
+  u32 middles[4];
+
+  KVSTOW_INLINE ValueDecoder(const ValueReader<S>& reader_, const Codebook<S::VALUE_BITS>& codebook_, u32 (&words_)[4][S::WORDS])
+      : reader(reader_), codebook(codebook_), words(words_) {
+    KVSTOW_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      if (SIX_BYTES) {
+        middles[k] = pick_bytes(words[k][0], words[k][S::WORDS - 1], reader.middle);  // bytes 1..4
+      } else if (S::PIECE_BITS % 32) {
+        KVSTOW_UNROLL
+        for (int x = 0; x < S::WORDS; ++x)
+          words[k][x] = x + 1 < S::WORDS ? shift_pair(words[k][x], words[k][least(x + 1, S::WORDS - 1)], reader.shift)
+                                         : words[k][x] >> reader.shift;
+      }
+    }
+  }
+  // At least n bits of token k, from bit `from` of the piece on.
+  KVSTOW_INLINE u32 bits(int k, int from, int n) const {
+    const int x = from / 32, shift = from % 32;
+    return shift + n > 32 ? shift_pair(words[k][x], words[k][least(x + 1, S::WORDS - 1)], shift) : words[k][x] >> shift;
+  }
+  // Dims 4w .. 4w + 3 of the piece, tokens k and k + 1.
+  KVSTOW_INLINE void four_pairs(int w, int k, u32 (&pairs)[4]) const {
+    if constexpr (SIX_BYTES) {  // whole bytes of two words: picking them needs no shift
+      const u32 both = w == 0   ? pick_bytes(words[k][0], words[k + 1][0], reader.outer)
+                       : w == 3 ? pick_bytes(words[k][S::WORDS - 1], words[k + 1][S::WORDS - 1], reader.outer)
+                                : pick_bytes(middles[k], middles[k + 1], w == 1 ? 0x5410 : 0x7632);
+      codebook.four_pairs(w & 1 ? both >> 4 : both, pairs);
+    } else if constexpr (S::VALUE_BITS == 3) {
+      codebook.four_pairs(pick_bytes(bits(k, w * 12, 12), bits(k + 1, w * 12, 12), 0x5410), pairs);
+    } else {
+      KVSTOW_UNROLL
+      for (int y = 0; y < 4; ++y) {
+        const int from = (4 * w + y) * S::VALUE_BITS;
+        const u32 a = codebook.centroid(bits(k, from, S::VALUE_BITS)), b = codebook.centroid(bits(k + 1, from, S::VALUE_BITS));
+        pairs[y] = pick_bytes(a, b, 0x5410);
+      }
+    }
+  }
+};
+
+// sums[m][p] are dims g * DIMS + 2m, + 1 of rows 8p + t, 8p + 4 + t, as two matrix results.
+template <class S>
+struct ValueSums {
+  float sums[S::D / 16][S::ROW_TILES][4];
+
+  KVSTOW_INLINE ValueSums() {
+    KVSTOW_UNROLL
+    for (int m = 0; m < S::D / 16; ++m) KVSTOW_UNROLL
+      for (int p = 0; p < S::ROW_TILES; ++p) KVSTOW_UNROLL
+        for (int c = 0; c < 4; ++c) sums[m][p][c] = 0.f;
+  }
+  KVSTOW_INLINE void scale(const float (&by)[S::ROW_QUADS]) {
+    KVSTOW_UNROLL
+    for (int m = 0; m < S::D / 16; ++m) KVSTOW_UNROLL
+      for (int i = 0; i < S::ROW_QUADS; ++i) {
+        sums[m][i / 2][i & 1] *= by[i];
+        sums[m][i / 2][2 + (i & 1)] *= by[i];
+      }
+  }
+  // Weights of tokens g + 8e and rows 4i + t.
+  KVSTOW_INLINE void add(const ValueReader<S>& reader, const Codebook<S::VALUE_BITS>& codebook, u32 stage, int subtile,
+                         const float (&weights)[2][S::ROW_QUADS]) {
+    u32 operand[S::ROW_TILES][2];
+    KVSTOW_UNROLL
+    for (int p = 0; p < S::ROW_TILES; ++p) KVSTOW_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const float lower = weights[e][2 * p], upper = 2 * p + 1 < S::ROW_QUADS ? weights[e][least(2 * p + 1, S::ROW_QUADS - 1)] : 0.f;
+        operand[p][e] = transpose_tile(two_halves(lower, upper));
+      }
+    KVSTOW_UNROLL
+    for (int piece = 0; piece < S::PIECES; ++piece) {
+      u32 words[4][S::WORDS], scales[2];
+      reader.read_codes(stage, subtile, piece, words);
+      reader.read_scales(stage, subtile, piece, scales);
+      const ValueDecoder<S> decoder(reader, codebook, words);
+      KVSTOW_UNROLL
+      for (int w = 0; w < S::PIECE / 4; ++w) {
+        u32 a[2][4];  // of tokens 2t, 2t + 1 and of 2t + 8, 2t + 9; four dims each
+        KVSTOW_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          decoder.four_pairs(w, 2 * k, a[k]);
+          KVSTOW_UNROLL
+          for (int y = 0; y < 4; ++y) a[k][y] = multiply_halves(a[k][y], scales[k]);
+        }
+        KVSTOW_UNROLL
+        for (int y = 0; y < 2; ++y) KVSTOW_UNROLL
+          for (int p = 0; p < S::ROW_TILES; ++p)
+            add_product_fp16(sums[piece * S::PIECE / 2 + 2 * w + y][p], a[0][2 * y], a[0][2 * y + 1], a[1][2 * y], a[1][2 * y + 1], operand[p]);
+      }
+    }
+  }
+};
+
+}  // namespace kvstow

@@ -1,0 +1,127 @@
+"""How one call of attention is cut into blocks: which kernel, how many splits of the tokens.
+
+A block takes the query rows of one KV head (at most as many as its kernel holds) and one
+split of the tokens. Splits keep all processors of the device busy when batch and heads alone
+do not; the last one to arrive merges them.
+"""
+
+from dataclasses import dataclass
+
+from kvstow.kernels.specialise import SHARED_LIMITS, DecodeKernel, Dtype, decode_kernel
+
+# Multiprocessors by compute capability, where a framework does not say: A100, A10, L40, H100
+# and H200, B200, RTX 5090. Another number only means less even splits.
+N_PROCESSORS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
+# Tokens of a split where rows differ in length: the longest row must not keep one block
+# busy long after the others are done.
+RAGGED_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a plan needs to know of a GPU.
+
+    Attributes:
+        capability: Compute capability, 90 for 9.0.
+        n_processors: Multiprocessors.
+    """
+
+    capability: int
+    n_processors: int
+
+    @classmethod
+    def of(cls, capability: int) -> "Device":
+        """A GPU of a compute capability, with the processors of its largest common model."""
+        return cls(capability, _at_most(N_PROCESSORS, capability))
+
+    @property
+    def shared_limit(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return _at_most(SHARED_LIMITS, self.capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of one call.
+
+    Attributes:
+        batch: Rows of the batch.
+        n_heads: Query heads.
+        n_kv_heads: KV heads, a divisor of `n_heads`.
+        n_queries: Query tokens of each row, the last ones stored.
+        head_dim: Elements of a key and of a value.
+        n_tokens: Tokens of the longest row.
+        ragged: Whether rows differ in length.
+    """
+
+    batch: int
+    n_heads: int
+    n_kv_heads: int
+    n_queries: int
+    head_dim: int
+    n_tokens: int
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """A kernel and its launch.
+
+    Attributes:
+        kernel: What is launched.
+        group: Query heads of a KV head.
+        row_blocks: Blocks that the query rows of a KV head take.
+        n_splits: Splits of the tokens.
+        chunk: Tokens of a split.
+        grid: Blocks along x, y and z.
+    """
+
+    kernel: DecodeKernel
+    group: int
+    row_blocks: int
+    n_splits: int
+    chunk: int
+    grid: tuple[int, int, int]
+
+
+def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device) -> DecodePlan:
+    """The best known launch of one call.
+
+    Args:
+        shape: Of the call.
+        widths: Bits of a key code and of a value code.
+        dtype: Of the queries.
+        device: Where it runs.
+
+    Raises:
+        ValueError: If the heads do not divide, or nothing fits the device.
+    """
+    if shape.n_heads % shape.n_kv_heads:
+        raise ValueError(
+            "query heads must be a multiple of KV heads, "
+            f"got {shape.n_heads} and {shape.n_kv_heads}"
+        )
+    group = shape.n_heads // shape.n_kv_heads
+    rows = group * shape.n_queries
+    kernel = decode_kernel(widths, shape.head_dim, dtype, rows, device.shared_limit)
+    row_blocks = -(-rows // kernel.rows)
+    blocks = shape.n_kv_heads * row_blocks
+    chunk = _chunk(shape, shape.batch * blocks, kernel, device)
+    n_splits = max(1, -(-shape.n_tokens // chunk))
+    grid = n_splits, blocks, shape.batch
+    return DecodePlan(kernel, group, row_blocks, n_splits, chunk, grid)
+
+
+def _chunk(shape: Shape, n_blocks: int, kernel: DecodeKernel, device: Device) -> int:
+    """Tokens of a split: as few splits as give every processor of the device a block."""
+    splits = max(1, round(device.n_processors / n_blocks))
+    tokens = -(-shape.n_tokens // splits)
+    if shape.ragged:
+        tokens = min(tokens, RAGGED_CHUNK)
+    step = kernel.warps * kernel.tile  # less would leave warps without a tile
+    return max(step, -(-tokens // kernel.tile) * kernel.tile)
+
+
+def _at_most(known: dict[int, int], capability: int) -> int:
+    """What is known of the latest capability up to this one; 0 before the first."""
+    return next((known[of] for of in sorted(known, reverse=True) if of <= capability), 0)

@@ -1,0 +1,47 @@
+"""CUDA text of one specialised kernel, from the files beside this module.
+
+The device source is package data in ``cuda/``: plain CUDA C++ whose files include each
+other by name. Runtime compilers get one text without a search path, so includes are
+replaced by the files, each once. `cuda_program` is a whole program for one kernel, for
+whoever launches kernels themselves; a framework that writes the kernel's signature takes
+`cuda_header` and the kernel's own name for what is called (`specialise`).
+"""
+
+import re
+from functools import cache
+from importlib.resources import files
+
+from kvstow.kernels.specialise import DecodeKernel, Kernel
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+
+
+@cache
+def cuda_header(file_name: str) -> str:
+    """The text of ``cuda/<file_name>`` with everything it includes, each file once."""
+    seen: set[str] = set()
+
+    def text_of(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = files("kvstow.kernels").joinpath("cuda", name).read_text(encoding="utf-8")
+        return _INCLUDE.sub(lambda match: text_of(match[1]), text)
+
+    return text_of(file_name)
+
+
+def cuda_program(kernel: Kernel) -> str:
+    """A program with one ``extern "C"`` kernel of the name `Kernel.name`.
+
+    It takes one argument by value: the ``DecodeArgs`` or ``EncodeArgs`` of its header.
+    """
+    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    return f"""{cuda_header(kernel.file_name)}
+{kernel.checks}
+extern "C" __global__ void __launch_bounds__({kernel.threads}, 1)
+{kernel.name}(const kvstow::{args} args) {{
+  extern __shared__ __align__(128) char shared[];
+  {kernel.call("args", "shared")};
+}}
+"""

@@ -1,0 +1,220 @@
+"""What kernels are specialised for, which of them exist, and the shapes they are launched in.
+
+A kernel is compiled for its widths, head_dim, element type and, for attention, how many query
+rows a block takes; lengths, strides and counts are arguments. Nothing here knows a
+framework or a device: `decode_kernel` is told how much shared memory a block may have.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvstow.codec.layout import check_keys, check_values
+from kvstow.scheme import GROUP_SIZE, HEAD_DIMS, KEY_BITS, VALUE_BITS
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+# Bytes of shared memory that one block may have, by compute capability.
+SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# Rows of queries that a block takes, in fours, and the most of them that leave registers
+# for the sums: D / 16 x rows / 2 of them.
+ROW_QUADS = (1, 2, 4, 8)
+MOST_ROW_QUADS = {64: 8, 128: 8, 256: 4, 512: 2}
+# Warps, stages of each warp's ring and tokens of a tile, the best first; the first that fits
+# in shared memory is taken.
+LAUNCHES = (
+    (8, 3, 32),
+    (8, 2, 32),
+    (8, 3, 16),
+    (8, 2, 16),
+    (4, 2, 32),
+    (4, 3, 16),
+    (4, 2, 16),
+    (2, 2, 16),
+    (1, 2, 16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """Attention of a block of query rows over packed planes, ``cuda/decode_attention.cuh``.
+
+    Attributes:
+        head_dim: Elements of a key and of a value.
+        key_bits: Width of a key code.
+        value_bits: Width of a value code.
+        dtype: Of queries and output.
+        row_quads: Query rows of a block, in fours.
+        warps: Of a block.
+        stages: Tiles that a warp holds at once.
+        tile: Tokens of a tile.
+    """
+
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    dtype: Dtype
+    row_quads: int
+    warps: int
+    stages: int
+    tile: int
+
+    file_name = "decode_attention.cuh"
+
+    @property
+    def name(self) -> str:
+        """A C identifier, one for each specialisation."""
+        return (
+            f"kvstow_decode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}"
+            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}"
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 4 * self.row_quads
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
+
+    @property
+    def shape(self) -> str:
+        """The C++ type that describes it."""
+        widths = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
+        launch = f"{self.row_quads}, {self.warps}, {self.stages}, {self.tile}"
+        return f"kvstow::DecodeShape<{widths}, {launch}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: ``DecodeShape::SHARED_BYTES``, computed again."""
+        groups = self.head_dim // GROUP_SIZE
+        piece_bits = min(self.head_dim // 8, 32) * self.value_bits
+        token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
+        stage = _round_up(self.tile * token + (16 if piece_bits % 32 else 0), 128)
+        queries = _round_up(self.rows * (2 * self.head_dim + 4 * groups + 4), 128)
+        table = 0 if self.value_bits == 3 else 128 << self.value_bits
+        merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
+        return queries + table + self.warps * max(self.stages * stage, merge)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether tiles can be copied, and sums and scores of a tile kept in registers."""
+        # Keys are copied by whole warps, 16 bytes a lane, but for the unaligned rows of 5 bits.
+        copied = self.key_bits == 5 or self.tile * self.head_dim * self.key_bits // 8 % 512 == 0
+        return copied and (self.tile == 16 or self.head_dim * self.row_quads < 1024)
+
+    @property
+    def checks(self) -> str:
+        """A statement that does not compile where this class and the C++ type differ."""
+        return (
+            f"static_assert({self.shape}::SHARED_BYTES == {self.shared_bytes}, "
+            f'"shared memory is counted differently in specialise.py");'
+        )
+
+    def call(self, args: str, shared: str) -> str:
+        """The C++ expression that does its work."""
+        dtype = f"kvstow::{self.dtype.upper()}"
+        return f"kvstow::decode_attention<{self.shape}, {dtype}>({args}, {shared})"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeKernel:
+    """Keys and values of new tokens into planes, ``cuda/encode.cuh``.
+
+    Attributes:
+        head_dim: Elements of a key and of a value.
+        key_bits: Width of a key code.
+        value_bits: Width of a value code.
+        dtype: Of keys and values.
+        guard: Whether groups are re-coded that would be lost, as a cache wants it.
+    """
+
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    dtype: Dtype
+    guard: bool = True
+
+    file_name = "encode.cuh"
+    threads = 128
+    checks = ""
+
+    @property
+    def name(self) -> str:
+        """A C identifier, one for each specialisation."""
+        guard = "" if self.guard else "_parity"
+        return (
+            f"kvstow_encode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}{guard}"
+        )
+
+    @property
+    def vectors(self) -> int:
+        """Keys, or values, that a block encodes."""
+        return self.threads // (self.head_dim // GROUP_SIZE)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the boundaries."""
+        return 4 << self.value_bits
+
+    def call(self, args: str, shared: str) -> str:
+        """The C++ expression that does its work."""
+        numbers = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
+        types = f"kvstow::{self.dtype.upper()}, {'true' if self.guard else 'false'}"
+        return f"kvstow::encode<{numbers}, {types}>({args}, (float*){shared})"
+
+
+Kernel = DecodeKernel | EncodeKernel
+
+
+def decode_kernel(
+    widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int, shared_limit: int
+) -> DecodeKernel:
+    """The kernel for a shape, with the best launch that fits.
+
+    Args:
+        widths: Bits of a key code and of a value code.
+        head_dim: One of `scheme.HEAD_DIMS`.
+        dtype: Of the queries.
+        n_rows: Query rows of one KV head; beyond what a block takes there are more blocks.
+        shared_limit: Bytes of shared memory that a block may have.
+
+    Raises:
+        SchemeError: If a width has no encoding.
+        UnsupportedModel: If `head_dim` has none.
+        ValueError: If not even the smallest launch fits.
+    """
+    key_bits, value_bits = widths
+    check_keys(key_bits, head_dim)
+    check_values(value_bits, head_dim)
+    quads = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
+    for warps, stages, tile in LAUNCHES:
+        kernel = DecodeKernel(head_dim, key_bits, value_bits, dtype, quads, warps, stages, tile)
+        if kernel.is_possible and kernel.shared_bytes <= shared_limit:
+            return kernel
+    raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
+
+
+def all_kernels(capability: int) -> Iterator[Kernel]:
+    """Every kernel that exists for a compute capability of `SHARED_LIMITS`."""
+    for head_dim in HEAD_DIMS:
+        for key_bits in KEY_BITS:
+            for value_bits in VALUE_BITS:
+                for dtype in DTYPES:
+                    yield EncodeKernel(head_dim, key_bits, value_bits, dtype)
+                    for quads in ROW_QUADS:
+                        if quads <= MOST_ROW_QUADS[head_dim]:
+                            widths = key_bits, value_bits
+                            limit = SHARED_LIMITS[capability]
+                            yield decode_kernel(widths, head_dim, dtype, 4 * quads, limit)
+
+
+def _least_of(choices: tuple[int, ...], wanted: int) -> int:
+    return next((c for c in choices if c >= wanted), choices[-1])
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

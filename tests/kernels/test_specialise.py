@@ -1,0 +1,93 @@
+"""Which kernels exist, how they are launched, and how their source is put together."""
+
+import re
+
+import pytest
+
+from kvstow.errors import SchemeError, UnsupportedModel
+from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
+from kvstow.kernels.plan import Device, Shape, plan_decode
+from kvstow.kernels.source import cuda_header, cuda_program
+from kvstow.kernels.specialise import (
+    MOST_ROW_QUADS,
+    SHARED_LIMITS,
+    DecodeKernel,
+    all_kernels,
+    decode_kernel,
+)
+from kvstow.scheme import HEAD_DIMS
+
+H200 = Device(90, 132)
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMITS)
+def test_every_kernel_fits_and_has_a_name_of_its_own(capability):
+    kernels = list(all_kernels(capability))
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
+    assert all(kernel.shared_bytes <= SHARED_LIMITS[capability] for kernel in kernels)
+    assert all(re.fullmatch(r"\w+", kernel.name) for kernel in kernels)
+
+
+def test_what_has_no_encoding_has_no_kernel():
+    with pytest.raises(SchemeError, match="key bits"):
+        decode_kernel((3, 3), 128, "float16", 1, 232_448)
+    with pytest.raises(UnsupportedModel, match="head_dim"):
+        decode_kernel((8, 3), 96, "float16", 1, 232_448)
+    with pytest.raises(ValueError, match="fits in 1000 bytes"):
+        decode_kernel((8, 3), 128, "float16", 1, 1000)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("n_rows", [1, 4, 5, 9, 17, 33, 100])
+def test_blocks_cover_every_query_row(head_dim, n_rows):
+    plan = plan_decode(Shape(1, n_rows, 1, 1, head_dim, 1000), (8, 3), "float16", H200)
+    assert (plan.row_blocks - 1) * plan.kernel.rows < n_rows <= plan.row_blocks * plan.kernel.rows
+    assert plan.kernel.row_quads <= MOST_ROW_QUADS[head_dim]
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1, 255, 256, 257, 4096, 65_535, 1_000_000])
+@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_splits_cover_every_token_in_whole_tiles(n_tokens, batch, ragged):
+    shape = Shape(batch, 32, 8, 1, 128, n_tokens, ragged)
+    plan = plan_decode(shape, (8, 3), "bfloat16", H200)
+    assert plan.chunk % plan.kernel.tile == 0
+    assert plan.n_splits * plan.chunk >= n_tokens
+    assert plan.n_splits == 1 or (plan.n_splits - 1) * plan.chunk < n_tokens
+    assert plan.grid == (plan.n_splits, 8, batch)
+
+
+def test_a_short_batch_of_one_is_split_over_the_processors():
+    plan = plan_decode(Shape(1, 32, 8, 1, 128, 65_536), (8, 3), "bfloat16", H200)
+    assert plan.n_splits * 8 in range(120, 133)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="multiple of KV heads, got 7 and 2"):
+        plan_decode(Shape(1, 7, 2, 1, 128, 10), (8, 3), "float16", H200)
+
+
+def test_an_unknown_device_is_taken_for_the_last_known_before_it():
+    assert Device.of(103).shared_limit == SHARED_LIMITS[100]
+    assert Device.of(75).shared_limit == 0
+
+
+@pytest.mark.parametrize("name", ["decode_attention.cuh", "encode.cuh"])
+def test_the_header_holds_every_file_once_and_no_include(name):
+    text = cuda_header(name)
+    assert "#include" not in text
+    assert text.count("KVSTOW_INLINE __device__") == 1
+
+
+def test_arguments_are_those_of_the_device_source():
+    for structure, file_name in ((DecodeArgs, "decode_shape.cuh"), (EncodeArgs, "group.cuh")):
+        text = cuda_header(file_name)
+        body = re.search(rf"struct {structure.__name__} {{(.*?)}};", text, re.DOTALL)[1]
+        lines = [line.split("//")[0] for line in body.splitlines()]
+        fields = re.findall(r"\*?(\w+)\s*[,;]", " ".join(lines))
+        assert fields == [name for name, _ in structure._fields_]
+
+
+def test_a_program_names_its_kernel():
+    kernel = DecodeKernel(64, 4, 2, "float16", 1, warps=8, stages=2, tile=32)
+    assert f"\n{kernel.name}(const kvstow::DecodeArgs args)" in cuda_program(kernel)
