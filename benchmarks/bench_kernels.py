@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,21 @@ from kvstow.blas import use_fast_blas
 from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.evaluate.environment import environment
-from kvstow.scheme import KEY_BITS, VALUE_BITS, Turbo
+from kvstow.scheme import VALUE_BITS, Turbo
 
 BLAS = use_fast_blas()
 K8V3 = Turbo(8, 3)
 # Batch, tokens, query heads, KV heads, head_dim, query tokens.
 SHAPES = [(b, t, 32, 8, 128, 1) for b in (1, 16) for t in (4096, 16_384, 65_536)]
-SHAPES += [(64, 16_384, 32, 8, 128, 1), (16, 65_536, 32, 8, 128, 4), (16, 65_536, 64, 8, 128, 1)]
+SHAPES += [
+    (1, 131_072, 32, 8, 128, 1),
+    (64, 16_384, 32, 8, 128, 1),
+    (16, 65_536, 32, 8, 128, 4),
+    (16, 65_536, 64, 8, 128, 1),
+]
 SHAPES += [(16, 65_536, 32, 8, 64, 1), (16, 16_384, 32, 8, 256, 1), (4, 16_384, 16, 8, 512, 1)]
 WIDTHS = [Turbo(8, v) for v in VALUE_BITS if v != 3] + [Turbo(4, v) for v in VALUE_BITS]
-WIDTHS += [Turbo(k, 3) for k in KEY_BITS if k not in (8, 4)]
+WIDTHS += [Turbo(k, v) for k in (5, 2) for v in VALUE_BITS]
 
 
 class Clock:
@@ -79,8 +85,8 @@ def made_planes(lead: tuple[int, int, int], head_dim: int, scheme: Turbo) -> Pla
     return keys, scales, zeros, values, norms
 
 
-def host_us(clock: Clock, shape: tuple[int, ...]) -> float:
-    """PyTorch's attention in bfloat16, the better of cuDNN and FlashAttention."""
+def host_us(clock: Clock, shape: tuple[int, ...]) -> float | None:
+    """PyTorch's attention in bfloat16, the better of cuDNN and FlashAttention; None: neither."""
     b, t, hq, h, d, n_queries = shape
     attention_module = torch.nn.attention
     queries = torch.randn(b, hq, n_queries, d, device="cuda", dtype=torch.bfloat16)
@@ -99,7 +105,7 @@ def host_us(clock: Clock, shape: tuple[int, ...]) -> float:
             times.append(clock.median_us(call))
         except RuntimeError as error:  # a shape that the back-end does not have
             print(f"# {backend} does not run {shape}: {str(error)[:80]}", file=sys.stderr)
-    return min(times, default=float("nan"))
+    return min(times, default=None)
 
 
 def check_close(output: Any, queries: Any, planes: Planes, scheme: Turbo) -> None:
@@ -148,8 +154,10 @@ def decode_row(
     }
 
 
-def with_host(row: dict[str, Any], bf16_us: float) -> dict[str, Any]:
+def with_host(row: dict[str, Any], bf16_us: float | None) -> dict[str, Any]:
     """Beside the host's time: the ratio, and the part of what the bytes allow."""
+    if bf16_us is None:
+        return {**row, "bf16_us": None, "vs_bf16": None, "of_byte_limit": None}
     b, t, h, d = row["batch"], row["tokens"], row["heads"][1], row["head_dim"]
     limit_us = bf16_us * row["bytes"] / (4 * b * t * h * d)
     return {
@@ -178,16 +186,16 @@ def ragged_row(host: CudaHost, clock: Clock) -> dict[str, Any]:
     }
 
 
-def encode_row(host: CudaHost, clock: Clock, n_tokens: int) -> dict[str, Any]:
+def encode_row(host: CudaHost, clock: Clock, scheme: Turbo, n_tokens: int) -> dict[str, Any]:
     """Keys and values of eight heads of 128, bytes read and written."""
     keys, values = (
         torch.randn(1, 8, n_tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"
     )
-    us = clock.median_us(lambda: host.encode(keys, values, K8V3))
-    n_bytes = 8 * n_tokens * (512 + K8V3.bytes_per_token(128))
+    us = clock.median_us(lambda: host.encode(keys, values, scheme))
+    n_bytes = 8 * n_tokens * (512 + scheme.bytes_per_token(128))
     return {
         "bench": "kernel_encode",
-        "scheme": str(K8V3),
+        "scheme": str(scheme),
         "tokens": n_tokens,
         "heads": 8,
         "head_dim": 128,
@@ -200,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # why PyTorch does not take one of its back-ends
     host, clock = CudaHost(), Clock()
     about = environment(" ".join(["python", *sys.argv]), BLAS) if options.output else {}
 
@@ -216,8 +225,9 @@ def main() -> None:
             for scheme in WIDTHS:
                 report(with_host(decode_row(host, clock, shape, scheme), bf16_us))
     report(ragged_row(host, clock))
-    for n_tokens in (1, 32_768):
-        report(encode_row(host, clock, n_tokens))
+    for scheme in (K8V3, Turbo(8, 3, search=True)):
+        for n_tokens in (1, 32_768):
+            report(encode_row(host, clock, scheme, n_tokens))
 
 
 if __name__ == "__main__":

@@ -73,30 +73,32 @@ def differing(got: Any, want: np.ndarray) -> int:
 def check_encoder(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
     """Every width, element type and kind of encoder: elements stored, and how many differ."""
     pairs = [(8, 2), (5, 3), (4, 4), (2, 5), (8, 8)]
-    kinds = [(dtype, guard) for dtype in DTYPES for guard in (True, False)]
-    host.compile(EncodeKernel(head_dim, *pair, *kind) for pair in pairs for kind in kinds)
+    options = (False, False), (True, False), (True, True)  # guard, search
+    kinds = [(dtype, *option) for dtype in DTYPES for option in options]
+    host.compile(EncodeKernel(head_dim, *p, d, g, s) for p in pairs for d, g, s in kinds)
     x = torch.tensor(vectors((2, 3, 701, head_dim), head_dim))
-    for dtype, guard in kinds:
+    for dtype, guard, search in kinds:
         keys = x.to(getattr(torch, dtype)).cuda()
         values = keys.roll(1, dims=2).contiguous()
         k, v = (part.float().cpu().numpy() for part in (keys, values))
-        wanted = partial(_encoded, k, v, guard)
+        wanted = partial(_encoded, k, v, {"guard": guard, "search": search})
         with ThreadPoolExecutor() as pool:
             references = list(pool.map(wanted, pairs))
         bad = size = 0
         for pair, want in zip(pairs, references, strict=True):
-            got = host.encode(keys, values, Turbo(*pair), guard=guard)
+            got = host.encode(keys, values, Turbo(*pair, search=search), guard=guard)
             bad += sum(map(differing, got, want))
             size += sum(plane.size for plane in want)
-        yield {"dtype": dtype, "guard": guard, "elements": size, "differing": bad, "ok": not bad}
+        kind = {"dtype": dtype, "guard": guard, "search": search}
+        yield {**kind, "elements": size, "differing": bad, "ok": not bad}
 
 
 def _encoded(
-    keys: np.ndarray, values: np.ndarray, guard: bool, pair: tuple[int, int]
+    keys: np.ndarray, values: np.ndarray, options: dict[str, bool], pair: tuple[int, int]
 ) -> tuple[np.ndarray, ...]:
     return (
-        *reference.encode_keys(keys, bits=pair[0], guard=guard),
-        *reference.encode_values(values, bits=pair[1], guard=guard),
+        *reference.encode_keys(keys, bits=pair[0], **options),
+        *reference.encode_values(values, bits=pair[1], **options),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvstow.codec import tables
+from kvstow.codec.search import key_candidates, value_candidates
 from kvstow.kernels import nvrtc
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
 from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
@@ -74,6 +75,14 @@ class CudaHost:
             self._constants[name] = torch.tensor(table[key].astype(dtype), device="cuda")
         return self._constants[name]
 
+    def _search_tables(self, key_bits: int, value_bits: int) -> tuple[Any, Any]:
+        name = key_bits, value_bits
+        if name not in self._constants:
+            words = key_candidates(key_bits).words, value_candidates(value_bits).words
+            self._constants[name] = [torch.tensor(w.view(np.int64)).cuda() for w in words]
+        keys, values = self._constants[name]
+        return keys, values
+
     def launch(self, kernel: Kernel, grid: tuple[int, ...], args: ctypes.Structure) -> None:
         """Launch a kernel on the current stream."""
         self.compile([kernel])
@@ -86,10 +95,12 @@ class CudaHost:
         """Packed planes of contiguous ``(b, h, n, d)`` keys and values."""
         b, h, n, d = keys.shape
         planes = empty_planes((b, h, n), d, scheme)
-        kernel = EncodeKernel(d, scheme.key_bits, scheme.value_bits, dtype_of(keys), guard)
+        kb, vb, search = scheme.key_bits, scheme.value_bits, scheme.search
+        kernel = EncodeKernel(d, kb, vb, dtype_of(keys), guard, search)
         signs = self.constant(tables.SIGNS, d, np.int8)
-        boundaries = self.constant(tables.BOUNDARIES, scheme.value_bits, np.float32)
-        pointers = (keys, values, *planes, signs, boundaries)
+        pointers = [keys, values, *planes, signs, self.constant(tables.BOUNDARIES, vb, np.float32)]
+        pointers.append(self.constant(tables.CENTROIDS, vb, np.float32))
+        pointers += self._search_tables(kb, vb) if search else (None, None)
         args = EncodeArgs(*map(_pointer, pointers), h, n, b * h * n, n, 0, h * n * d, n * d, d)
         self.launch(kernel, (-(-b * h * n // kernel.vectors), 2), args)
         return planes
@@ -109,6 +120,7 @@ class DecodeCall:
         scheme: Widths of the planes.
         lengths: Tokens of each row, int32; None: the whole capacity.
         starts: First token of each row, int32.
+        sinks: A score of no token for each query head, float32.
         window: Tokens that a query sees; 0: all.
         chunk: Tokens of a split; None: as planned.
     """
@@ -134,8 +146,8 @@ class DecodeCall:
         self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32, device="cuda")
         centroids = host.constant(tables.CENTROIDS, scheme.value_bits, np.float32)
         signs = host.constant(tables.SIGNS, d, np.int8)
-        self._keep = (queries, *planes, sums, weights, lengths, starts)
-        read = [*planes, queries, centroids, signs, starts, lengths]
+        self._keep = (queries, *planes, sums, weights, lengths, starts, options.get("sinks"))
+        read = [*planes, queries, centroids, signs, options.get("sinks"), starts, lengths]
         written = [self.output, sums, weights, self.arrivals]
         sizes = h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
         counts = *sizes, n_splits, chunk, options.get("window", 0)

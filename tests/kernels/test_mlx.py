@@ -48,7 +48,7 @@ def make_planes(rng, head_dim, scheme, *, n_kv_heads=2):
     return planes, decoded
 
 
-def attention(queries, keys, values, window=0):
+def attention(queries, keys, values, window=0, sinks=None):
     """Attention in float64, row by row; a query that sees nothing gives zeros."""
     b, hq, n, d = queries.shape
     output = np.zeros((b, hq, n, d))
@@ -62,7 +62,10 @@ def attention(queries, keys, values, window=0):
                 kv = head * keys.shape[1] // hq
                 scores = keys[i, kv, low:high] @ queries[i, head, j] * d**-0.5
                 weights = np.exp(scores - scores.max())
-                output[i, head, j] = weights @ values[i, kv, low:high] / weights.sum()
+                total = weights.sum()
+                if sinks is not None:
+                    total += np.exp(sinks[head] - scores.max())
+                output[i, head, j] = weights @ values[i, kv, low:high] / total
     return output
 
 
@@ -81,9 +84,8 @@ def check(rng, head_dim, scheme, dtype, *, step, window=0):
     planes, decoded = make_planes(rng, head_dim, scheme)
     shape = (len(LENGTHS), 2 * group, n_queries, head_dim)
     queries, exact = made_queries(rng, shape, dtype)
-    got = kernels.attend(
-        queries, planes, rows(), scheme=scheme, scale=head_dim**-0.5, window=window
-    )
+    scores = kernels.Scores(head_dim**-0.5, window)
+    got = kernels.attend(queries, planes, rows(), scheme, scores)
     assert got.dtype == queries.dtype
     want = attention(exact, *decoded, window)
     off = np.array(got.astype(mx.float32)) - want
@@ -120,7 +122,7 @@ def test_equal_rows_need_no_arrays(rng, n_tokens):
     values = reference.encode_values(y, bits=3, guard=True)
     planes = type(keys)(*map(mx.array, keys)), type(values)(*map(mx.array, values))
     queries, exact = made_queries(rng, (1, 4, 1, 64), "float32")
-    got = kernels.attend(queries, planes, n_tokens, scheme=scheme, scale=0.125)
+    got = kernels.attend(queries, planes, n_tokens, scheme, kernels.Scores(0.125))
     k = reference.decode_keys(keys, bits=8)[:, :, :n_tokens].repeat(2, 1)
     v = reference.decode_values(values, bits=3, head_dim=64)[:, :, :n_tokens].repeat(2, 1)
     scores = np.einsum("bhqd,bhtd->bhqt", exact, k) / 8
@@ -129,11 +131,33 @@ def test_equal_rows_need_no_arrays(rng, n_tokens):
     assert np.linalg.norm(np.array(got) - want) <= 1e-3 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_a_sink_takes_weight_and_has_no_value(rng, n_queries):
+    planes, decoded = make_planes(rng, 64, Turbo(8, 3))
+    queries, exact = made_queries(rng, (len(LENGTHS), 6, n_queries, 64), "float32")
+    sinks = rng.standard_normal(6) * 3
+    scores = kernels.Scores(0.125, sinks=mx.array(sinks.astype(np.float32)))
+    got = kernels.attend(queries, planes, rows(), Turbo(8, 3), scores)
+    want = attention(exact, *decoded, sinks=sinks)
+    assert np.linalg.norm(np.array(got) - want) <= 1e-3 * np.linalg.norm(want)
+
+
+def test_rows_longer_than_they_claim_are_cut_and_too_many_tokens_refused(rng):
+    planes, _ = make_planes(rng, 64, Turbo(8, 3))
+    queries, _ = made_queries(rng, (len(LENGTHS), 2, 1, 64), "float32")
+    claimed = kernels.Rows(mx.array([0] * 5), mx.array([10**6] * 5), 100)
+    cut = kernels.attend(queries, planes, claimed, Turbo(8, 3), kernels.Scores(0.125))
+    short = kernels.attend(queries, planes, 100, Turbo(8, 3), kernels.Scores(0.125))
+    assert mx.array_equal(cut, short, equal_nan=True)
+    with pytest.raises(ValueError, match="385 tokens do not fit in a capacity of 384"):
+        kernels.attend(queries, planes, 385, Turbo(8, 3), kernels.Scores(0.125))
+
+
 def test_many_calls_at_once_do_not_disturb_each_other(rng):
     planes, _ = make_planes(rng, 128, Turbo(8, 3))
     queries, _ = made_queries(rng, (5, 8, 1, 128), "bfloat16")
-    options = {"scheme": Turbo(8, 3), "scale": 0.1}
-    calls = [kernels.attend(queries, planes, rows(), **options) for _ in range(600)]
+    scores = kernels.Scores(0.1)
+    calls = [kernels.attend(queries, planes, rows(), Turbo(8, 3), scores) for _ in range(600)]
     mx.eval(calls)
     assert all(mx.array_equal(call, calls[0]) for call in calls[1:])
 
@@ -155,13 +179,14 @@ def vectors(rng, head_dim, n=4096):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("pair", [(8, 2), (5, 3), (4, 4), (2, 5), (8, 8)], ids=str)
-def test_encoded_bytes_are_those_of_the_definition(rng, head_dim, dtype, pair):
+@pytest.mark.parametrize("search", [False, True])
+def test_encoded_bytes_are_those_of_the_definition(rng, head_dim, dtype, pair, search):
     with np.errstate(over="ignore"):
         keys = mx.array(vectors(rng, head_dim)).astype(getattr(mx, dtype))
     values = mx.array(np.roll(np.array(keys.astype(mx.float32)), 1, 2)).astype(keys.dtype)
-    got = kernels.encode(keys, values, Turbo(*pair))
+    got = kernels.encode(keys, values, Turbo(*pair, search=search))
     k, v = (np.array(x.astype(mx.float32)) for x in (keys, values))
-    want_keys = reference.encode_keys(k, bits=pair[0], guard=True)
-    want_values = reference.encode_values(v, bits=pair[1], guard=True)
+    want_keys = reference.encode_keys(k, bits=pair[0], guard=True, search=search)
+    want_values = reference.encode_values(v, bits=pair[1], guard=True, search=search)
     for mine, want in zip((*got[0], *got[1]), (*want_keys, *want_values), strict=True):
         np.testing.assert_array_equal(np.array(mine), want)

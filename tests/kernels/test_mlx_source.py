@@ -7,7 +7,7 @@ from kvstow.kernels import nvrtc
 from kvstow.kernels.specialise import EncodeKernel, decode_kernel
 
 pytest.importorskip("mlx.core")
-mlx = pytest.importorskip("kvstow.kernels.mlx")
+build = pytest.importorskip("kvstow.kernels.mlx_build")
 
 pytestmark = pytest.mark.mlx
 # MLX's names of the element types; the kernels only cast pointers to them.
@@ -24,14 +24,15 @@ ELEMENTS = {
     "output": "__nv_bfloat16",
     "signs": "int8_t",
     **dict.fromkeys(("key_scales", "key_zeros", "value_scales"), "__half"),
-    **dict.fromkeys(("centroids", "boundaries", "sums", "weights"), "float"),
+    **dict.fromkeys(("centroids", "boundaries", "sums", "weights", "sinks"), "float"),
+    **dict.fromkeys(("key_errors", "value_errors"), "unsigned long long"),
     **dict.fromkeys(("arrivals", "counts", "starts", "lengths"), "int32_t"),
 }
 
 
 @pytest.fixture
-def programs(monkeypatch):
-    """Whole programs of the kernels that are made meanwhile, in MLX's form."""
+def as_program(monkeypatch):
+    """Kernels that are made meanwhile are whole programs, in MLX's form."""
 
     def program(name, input_names, output_names, source, header, shared_memory):
         assert shared_memory > 0
@@ -42,20 +43,21 @@ def programs(monkeypatch):
             f"__global__ void custom_kernel_{name}({', '.join(arguments)}) {{\n{source}\n}}\n}}\n"
         )
 
-    monkeypatch.setattr(mlx.mx.fast, "cuda_kernel", program)
-    for made in (mlx._decode, mlx._encode):
-        monkeypatch.setattr(mlx, made.__name__, made.__wrapped__)
-    return mlx
+    monkeypatch.setattr(build.mx.fast, "cuda_kernel", program)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_attention_compiles_with_the_signature_of_mlx(programs, ragged):
+@pytest.mark.parametrize(("ragged", "with_sinks"), [(False, False), (True, True)])
+@pytest.mark.usefixtures("as_program")
+def test_attention_compiles_with_the_signature_of_mlx(ragged, with_sinks):
     kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448)
-    compile_or_skip(programs._decode(kernel, ragged))
+    compile_or_skip(build.decode_callable.__wrapped__(kernel, ragged, with_sinks))
 
 
-def test_the_encoder_compiles_with_the_signature_of_mlx(programs):
-    compile_or_skip(programs._encode(EncodeKernel(64, 4, 3, "bfloat16")))
+@pytest.mark.usefixtures("as_program")
+@pytest.mark.parametrize("search", [False, True])
+def test_the_encoder_compiles_with_the_signature_of_mlx(search):
+    kernel = EncodeKernel(64, 4, 3, "bfloat16", search=search)
+    compile_or_skip(build.encode_callable.__wrapped__(kernel))
 
 
 def compile_or_skip(program):

@@ -15,6 +15,7 @@ _POINTERS = (
     "queries",
     "centroids",
     "signs",
+    "sinks",
     "starts",
     "lengths",
     "output",
@@ -51,7 +52,8 @@ class EncodeArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", *_POINTERS[:5])),
         ("signs", ctypes.c_void_p),
-        ("boundaries", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("boundaries", "centroids")),
+        *((name, ctypes.c_void_p) for name in ("key_errors", "value_errors")),
         *(
             (name, ctypes.c_uint32)
             for name in ("n_kv_heads", "n_tokens", "n_vectors", "capacity", "position")

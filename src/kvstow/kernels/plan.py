@@ -14,7 +14,8 @@ from kvstow.kernels.specialise import SHARED_LIMITS, DecodeKernel, Dtype, decode
 N_PROCESSORS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
 # Tokens of a split where rows differ in length: the longest row must not keep one block
 # busy long after the others are done.
-RAGGED_CHUNK = 4096
+RAGGED_CHUNK = 8192
+LEAST_CHUNK = 256  # splits of less take longer to merge than to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ def _chunk(shape: Shape, n_blocks: int, kernel: DecodeKernel, device: Device) ->
     tokens = -(-shape.n_tokens // splits)
     if shape.ragged:
         tokens = min(tokens, RAGGED_CHUNK)
-    step = kernel.warps * kernel.tile  # less would leave warps without a tile
-    return max(step, -(-tokens // kernel.tile) * kernel.tile)
+    return max(LEAST_CHUNK, -(-tokens // kernel.tile) * kernel.tile)
 
 
 def _at_most(known: dict[int, int], capability: int) -> int:

@@ -4,12 +4,14 @@ The device source is package data in ``cuda/``: plain CUDA C++ whose files inclu
 other by name. Runtime compilers get one text without a search path, so includes are
 replaced by the files, each once. `cuda_program` is a whole program for one kernel, for
 whoever launches kernels themselves; a framework that writes the kernel's signature takes
-`cuda_header` and the kernel's own name for what is called (`specialise`).
+`cuda_include` and the kernel's own name for what is called (`specialise`).
 """
 
+import hashlib
 import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from kvstow.kernels.specialise import DecodeKernel, Kernel
 
@@ -26,9 +28,26 @@ def cuda_header(file_name: str) -> str:
             return ""
         seen.add(name)
         text = files("kvstow.kernels").joinpath("cuda", name).read_text(encoding="utf-8")
+        text = text.replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda match: text_of(match[1]), text)
 
     return text_of(file_name)
+
+
+@cache
+def cuda_include(file_name: str) -> str:
+    """One line that stands for `cuda_header`, where the package is a folder; else its text.
+
+    MLX handles the text of a kernel at every call, and the text is long.
+    """
+    path = files("kvstow.kernels").joinpath("cuda", file_name)
+    return f'#include "{path}"\n' if isinstance(path, Path) else cuda_header(file_name)
+
+
+@cache
+def digest(file_name: str) -> str:
+    """Eight hexadecimal digits that change with the device source of an op."""
+    return hashlib.sha256(cuda_header(file_name).encode()).hexdigest()[:8]
 
 
 def cuda_program(kernel: Kernel) -> str:
@@ -39,7 +58,7 @@ def cuda_program(kernel: Kernel) -> str:
     args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
     return f"""{cuda_header(kernel.file_name)}
 {kernel.checks}
-extern "C" __global__ void __launch_bounds__({kernel.threads}, 1)
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks})
 {kernel.name}(const kvstow::{args} args) {{
   extern __shared__ __align__(128) char shared[];
   {kernel.call("args", "shared")};

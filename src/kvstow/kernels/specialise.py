@@ -21,9 +21,12 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 # for the sums: D / 16 x rows / 2 of them.
 ROW_QUADS = (1, 2, 4, 8)
 MOST_ROW_QUADS = {64: 8, 128: 8, 256: 4, 512: 2}
-# Warps, stages of each warp's ring and tokens of a tile, the best first; the first that fits
-# in shared memory is taken.
+# Warps, stages of each warp's ring and tokens of a tile, the best first; the first is taken
+# that registers (`most_warps`) and shared memory allow.
 LAUNCHES = (
+    (16, 3, 32),
+    (16, 2, 32),
+    (12, 2, 32),
     (8, 3, 32),
     (8, 2, 32),
     (8, 3, 16),
@@ -81,6 +84,11 @@ class DecodeKernel:
         return 32 * self.warps
 
     @property
+    def blocks(self) -> int:
+        """Blocks of a multiprocessor that registers must suffice for."""
+        return 1
+
+    @property
     def shape(self) -> str:
         """The C++ type that describes it."""
         widths = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
@@ -95,7 +103,7 @@ class DecodeKernel:
         token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
         stage = _round_up(self.tile * token + (16 if piece_bits % 32 else 0), 128)
         queries = _round_up(self.rows * (2 * self.head_dim + 4 * groups + 4), 128)
-        table = 0 if self.value_bits == 3 else 128 << self.value_bits
+        table = 0 if self.value_bits <= 3 else 128 << self.value_bits
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
         return queries + table + self.warps * max(self.stages * stage, merge)
 
@@ -104,7 +112,25 @@ class DecodeKernel:
         """Whether tiles can be copied, and sums and scores of a tile kept in registers."""
         # Keys are copied by whole warps, 16 bytes a lane, but for the unaligned rows of 5 bits.
         copied = self.key_bits == 5 or self.tile * self.head_dim * self.key_bits // 8 % 512 == 0
-        return copied and (self.tile == 16 or self.head_dim * self.row_quads < 1024)
+        kept = self.tile == 16 or self.head_dim * self.row_quads < 1024
+        return copied and kept and self.warps <= self.most_warps
+
+    @property
+    def most_warps(self) -> int:
+        """How many warps have enough registers, and make use of it.
+
+        More hide the time of decoding codes, which counts where there are few bytes to wait
+        for; with wide keys and narrow values, eight are enough and finish sooner.
+        """
+        sums = self.head_dim * self.row_quads  # an eighth of it, in registers
+        if self.head_dim > 128 or sums > 256 or (self.widths == (8, 3) and sums == 128):
+            return 8
+        return 16 if sums <= 128 and self.value_bits <= 3 else 12
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bits of a key code and of a value code."""
+        return self.key_bits, self.value_bits
 
     @property
     def checks(self) -> str:
@@ -130,6 +156,7 @@ class EncodeKernel:
         value_bits: Width of a value code.
         dtype: Of keys and values.
         guard: Whether groups are re-coded that would be lost, as a cache wants it.
+        search: Whether each group takes the best of several grids.
     """
 
     head_dim: int
@@ -137,6 +164,7 @@ class EncodeKernel:
     value_bits: int
     dtype: Dtype
     guard: bool = True
+    search: bool = False
 
     file_name = "encode.cuh"
     threads = 128
@@ -145,10 +173,14 @@ class EncodeKernel:
     @property
     def name(self) -> str:
         """A C identifier, one for each specialisation."""
-        guard = "" if self.guard else "_parity"
-        return (
-            f"kvstow_encode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}{guard}"
-        )
+        options = ("" if self.guard else "_parity") + ("_search" if self.search else "")
+        widths = f"d{self.head_dim}_k{self.key_bits}v{self.value_bits}"
+        return f"kvstow_encode_{widths}_{self.dtype}{options}"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a multiprocessor that registers must suffice for: latency is hidden by many."""
+        return 2 if self.search else 6
 
     @property
     def vectors(self) -> int:
@@ -163,8 +195,9 @@ class EncodeKernel:
     def call(self, args: str, shared: str) -> str:
         """The C++ expression that does its work."""
         numbers = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
-        types = f"kvstow::{self.dtype.upper()}, {'true' if self.guard else 'false'}"
-        return f"kvstow::encode<{numbers}, {types}>({args}, (float*){shared})"
+        options = f"{self.guard}, {self.search}".lower()
+        dtype = f"kvstow::{self.dtype.upper()}"
+        return f"kvstow::encode<{numbers}, {dtype}, {options}>({args}, (float*){shared})"
 
 
 Kernel = DecodeKernel | EncodeKernel
@@ -203,11 +236,12 @@ def all_kernels(capability: int) -> Iterator[Kernel]:
     for head_dim in HEAD_DIMS:
         for key_bits in KEY_BITS:
             for value_bits in VALUE_BITS:
+                widths = key_bits, value_bits
                 for dtype in DTYPES:
-                    yield EncodeKernel(head_dim, key_bits, value_bits, dtype)
+                    for search in (False, True):
+                        yield EncodeKernel(head_dim, *widths, dtype, search=search)
                     for quads in ROW_QUADS:
                         if quads <= MOST_ROW_QUADS[head_dim]:
-                            widths = key_bits, value_bits
                             limit = SHARED_LIMITS[capability]
                             yield decode_kernel(widths, head_dim, dtype, 4 * quads, limit)
 

@@ -9,6 +9,7 @@
 //   weights = 2^(scores - greatest)         float32                                here
 //   sums[dim, row] += values . weights      float16 products of decoded centroids  value_sums.cuh
 //   output = unrotate(sums / total)         once per row, by the last split        merge.cuh
+#pragma once
 #include "key_scores.cuh"
 #include "merge.cuh"
 #include "tile_ring.cuh"

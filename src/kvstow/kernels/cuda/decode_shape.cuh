@@ -1,4 +1,5 @@
 // What a decode kernel is specialised for, what it is called with, and who sees which token.
+#pragma once
 #include "primitives.cuh"
 namespace kvstow {
 
@@ -15,7 +16,7 @@ namespace kvstow {
 //   AT_QUERIES   ROW_QUADS x GROUPS x 8 columns x 32 bytes
 //   AT_SUMS      ROWS x GROUPS float32: what a query's integers add up to in each group
 //   AT_STEPS     ROWS float32: what an integer is worth
-//   AT_TABLE     centroids, 32 copies so that each lane has a bank to itself; none for 3 bits
+//   AT_TABLE     centroids, 32 copies so that each lane has a bank to itself; none up to 3 bits
 //   AT_RING      WARPS x STAGES stages; at the end, what the warps have to merge
 template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int STAGES_, int TILE_>
 struct DecodeShape {
@@ -45,7 +46,7 @@ struct DecodeShape {
 
   static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
   static constexpr int AT_TABLE = (AT_STEPS + ROWS * 4 + 127) / 128 * 128;
-  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS == 3 ? 0 : 128 << VALUE_BITS);
+  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS <= 3 ? 0 : 128 << VALUE_BITS);
   static constexpr int SUMS_PER_LANE = DIMS * ROW_QUADS;
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
   static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
@@ -74,13 +75,15 @@ struct DecodeArgs {
   const void* queries;       // [b, hq, l, d]
   const float* centroids;    // [2^value_bits]
   const signed char* signs;  // [d] +-1
+  const float* sinks;        // [hq] a score of no token, whose weight has no value; null: none
   const int* starts;         // [b] the first token; null: 0
   const int* lengths;        // [b] tokens from 0 on, those of this step included; null: length
   void* output;              // [b, hq, l, d], in the dtype of the queries
   float* sums;               // [b * hq * l, n_splits, d] not normalised, in the rotated domain
   float* weights;            // [b * hq * l, n_splits, 2] greatest score in powers of 2, sum of weights
   int* arrivals;             // [b * h * row_blocks] zeros, left at zero; unused with one split
-  int n_kv_heads, group, n_queries, capacity, length;
+  int n_kv_heads, group, n_queries, capacity;
+  int length;                // of every row, or of the longest
   int row_blocks;            // blocks of ROWS that the group * l rows of a KV head take
   int n_splits, chunk;       // a split takes chunk tokens, a multiple of TILE
   int window;                // a query token sees so many tokens, itself included; 0: all
@@ -96,8 +99,9 @@ struct Visible {
   int start, row_high;       // row 0 of the KV head sees the tokens [low(row_high), row_high)
 
   KVSTOW_INLINE Visible(const DecodeArgs& args, int b, int row_block) {
-    start = args.starts ? args.starts[b] : 0;
-    const int length = args.lengths ? args.lengths[b] : args.length;
+    // A row that claims more than the caller was told of is cut, not read beyond the planes.
+    start = args.starts ? most(0, args.starts[b]) : 0;
+    const int length = args.lengths ? least(args.lengths[b], args.length) : args.length;
     row = row_block * S::ROWS;
     rows = least(S::ROWS, args.group * args.n_queries - row);
     row_high = length - args.n_queries + 1;

@@ -1,4 +1,5 @@
 // Keys and values of new tokens, encoded straight into the planes by one launch.
+#pragma once
 #include "encode_keys.cuh"
 #include "encode_values.cuh"
 namespace kvstow {
@@ -7,13 +8,13 @@ constexpr int ENCODE_THREADS = 128;
 
 // Grid (ceil(n_vectors / (128 / groups)), 2), one lane per group; y = 0 keys, 1 values.
 // `table` holds 2^VALUE_BITS floats in shared memory.
-template <int D, int KEY_BITS, int VALUE_BITS, Dtype T, bool GUARD>
+template <int D, int KEY_BITS, int VALUE_BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   constexpr int GROUPS = D / 32, N_EDGES = (1 << VALUE_BITS) - 1;
   const u32 vector = blockIdx.x * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS;
   const int group = threadIdx.x % GROUPS;
   if (blockIdx.y == 0) {
-    if (vector < args.n_vectors) encode_key_group<D, KEY_BITS, T, GUARD>(args, vector, group);
+    if (vector < args.n_vectors) encode_key_group<D, KEY_BITS, T, GUARD, SEARCH>(args, vector, group);
     return;
   }
   if (VALUE_BITS > 3) {  // looked up by a number that differs from lane to lane
@@ -22,7 +23,7 @@ KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
     __syncthreads();
   }
   const float* edges = VALUE_BITS > 3 ? table : args.boundaries;
-  if (vector < args.n_vectors) encode_value_group<D, VALUE_BITS, T, GUARD>(args, edges, vector, group);
+  if (vector < args.n_vectors) encode_value_group<D, VALUE_BITS, T, GUARD, SEARCH>(args, edges, vector, group);
 }
 
 }  // namespace kvstow

@@ -1,8 +1,9 @@
-// Values: signs, Walsh-Hadamard, root mean square, codebook. See reference.encode_values, guard=True.
+// Values: signs, Walsh-Hadamard, root mean square, codebook. See reference.encode_values.
 //
 // The D / 32 groups of a vector lie in neighbouring lanes: butterflies up to 16 stay in a lane, the
 // others exchange lanes, in the order of the definition.
-#include "group.cuh"
+#pragma once
+#include "search.cuh"
 namespace kvstow {
 
 template <int D>
@@ -76,7 +77,29 @@ KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
   return largest <= 0x1p100f;
 }
 
-template <int D, int BITS, Dtype T, bool GUARD>
+// The best of eight multiples of the root mean square: divides `units` by it, and returns what is
+// stored for the scale, so that what is read back has no bias along the group.
+template <int BITS>
+KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& boundaries, float (&units)[32], float divisor) {
+  constexpr float RESOLUTION = 128.f, SHIFT = 768.f;  // places of a unit; of unit 0
+  float x[32];
+  KVSTOW_UNROLL
+  for (int i = 0; i < 32; ++i) x[i] = __fadd_rn(__fmul_rn(units[i], RESOLUTION), SHIFT);
+  const u32 best = least_candidate<2>(x, args.value_errors, 1536);
+  const float multiple = best < 4 ? (best < 2 ? (best == 0 ? 0.7f : 0.8f) : (best == 2 ? 0.87f : 0.94f))
+                                  : (best < 6 ? (best == 4 ? 1.f : 1.07f) : (best == 6 ? 1.15f : 1.25f));
+  KVSTOW_UNROLL
+  for (int i = 0; i < 32; ++i) units[i] = __fdiv_rn(units[i], multiple);
+  KVSTOW_UNROLL
+  for (int i = 0; i < 32; ++i) x[i] = __ldg(args.centroids + boundaries.code(units[i]));
+  const float fit = halving_sum(units, x);
+  const float least_squares = __fdiv_rn(fit, halving_sum(x, x));
+  const float unbiased = __fdiv_rn(halving_sum(units, units), fit);
+  const float ratio = fminf(unbiased, __fadd_rn(least_squares, least_squares));
+  return to_float16(__fmul_rn(__fmul_rn(divisor, multiple), ratio));
+}
+
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
   const Place place(args, vector, group);
   float x[32];
@@ -97,7 +120,15 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
   }
   const Boundaries<BITS> boundaries(edges);
   BitStream<BITS> stream;
-  Divider(divisor, rms).each(x, [&](int i, float units) { stream.put(i, boundaries.code(units)); });
+  if (SEARCH) {
+    float units[32];
+    Divider(divisor, rms).each(x, [&](int i, float u) { units[i] = u; });
+    if (divisor >= 0x1p-13f && divisor < 0x1p14f) scale = search_values<BITS>(args, boundaries, units, divisor);
+    KVSTOW_UNROLL
+    for (int i = 0; i < 32; ++i) stream.put(i, boundaries.code(units[i]));
+  } else {
+    Divider(divisor, rms).each(x, [&](int i, float units) { stream.put(i, boundaries.code(units)); });
+  }
   stream.store(args.value_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
   args.value_scales[place.row * (D / 32) + group] = scale;
 }

@@ -3,6 +3,7 @@
 // The codec is defined bit for bit (codec/reference.py): float32, true division, sums in the stated
 // order, no contraction to fused multiply-add. So products and sums are written as `_rn` intrinsics,
 // which a compiler does not contract.
+#pragma once
 #include "primitives.cuh"
 namespace kvstow {
 
@@ -17,6 +18,8 @@ struct EncodeArgs {
   u16* value_scales;
   const signed char* signs;               // [d] +-1
   const float* boundaries;                // [2^value_bits - 1]
+  const float* centroids;                 // [2^value_bits], for a search; null without
+  const u64 *key_errors, *value_errors;   // tables of codec/candidates.py, for a search; null without
   u32 n_kv_heads, n_tokens, n_vectors;    // n_vectors = b * h * n, below 2^32
   u32 capacity, position;
   u64 batch_step, head_step, token_step;

@@ -3,6 +3,7 @@
 //   q . k = sum over groups of scale * (sum of q * code + zero * sum of q)
 //
 // The inner sum is exact, on int8 matrix units; the rest is one float32 product and sum per group.
+#pragma once
 #include "query_planes.cuh"
 namespace kvstow {
 

@@ -2,6 +2,7 @@
 //
 // Every part holds the greatest score of its tokens, in powers of two, and sums of weights and of
 // weighted values relative to it; parts with different ones are brought to the greater one.
+#pragma once
 #include "value_sums.cuh"
 namespace kvstow {
 
@@ -81,11 +82,14 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   const int lane = threadIdx.x & 31;
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
   const float2 none = make_float2(minus_infinity(), 0.f), own = lane < n_splits ? __ldcg(weights + lane) : none;
-  float top = own.x, total = 0.f, x[E] = {};
+  const int head = row / args.n_queries % (args.n_kv_heads * args.group);
+  const float sink = args.sinks ? args.sinks[head] * LOG2_E : minus_infinity();
+  float top = fmaxf(own.x, sink), x[E] = {};
   for (int s = lane + 32; s < n_splits; s += 32) top = fmaxf(top, __ldcg(weights + s).x);
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
   const float base = top == minus_infinity() ? 0.f : top;
+  float total = lane == 0 ? exp2_approx(sink - base) : 0.f;
   const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
   for (int s0 = 0; s0 < n_splits; s0 += 32, sums += 32 * S::D) {
     const float2 w = s0 == 0 ? own : s0 + lane < n_splits ? __ldcg(weights + s0 + lane) : none;

@@ -2,6 +2,7 @@
 //
 // Self-contained: no includes, so that NVRTC (which MLX and PyTorch use) and nvcc compile the same
 // text for sm_80 and newer. Shared memory is addressed by 32-bit numbers, as its instructions do.
+#pragma once
 namespace kvstow {
 
 typedef unsigned char u8;
@@ -14,6 +15,8 @@ typedef unsigned long long u64;
 #define KVSTOW_ROLLED _Pragma("unroll 1")
 
 [[maybe_unused]] constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
+
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 
 // The element type of arrays that come from the model.
 enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };

@@ -3,6 +3,7 @@
 // A row's integers reach 2^13 to 2^14, so no element is off by more than 2^-14 of the greatest one.
 // In operand B of the integer product, columns 2r and 2r + 1 are the planes of row r of four; the
 // 32 elements of a group lie in the order in which key_scores.cuh finds the codes of a key.
+#pragma once
 #include "decode_shape.cuh"
 namespace kvstow {
 

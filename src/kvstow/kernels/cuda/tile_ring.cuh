@@ -1,6 +1,7 @@
 // A warp's ring of tiles: it copies the tile after next while it works on this one.
 //
 // Nothing outside [low, high) is read, not even what lies in the same 16 bytes; zeros stand for it.
+#pragma once
 #include "decode_shape.cuh"
 namespace kvstow {
 

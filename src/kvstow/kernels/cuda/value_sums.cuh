@@ -3,6 +3,7 @@
 // Operand A holds values with dims as rows: lane 4g + t decodes DIMS dims from g * DIMS on, of
 // tokens 2t, 2t + 1, 2t + 8 and 2t + 9, so that a register is one dim of two tokens. Operand B
 // holds the weights, transposed from the scores' layout.
+#pragma once
 #include "codebook.cuh"
 namespace kvstow {
 
@@ -74,8 +75,9 @@ struct ValueDecoder {
                        : w == 3 ? pick_bytes(words[k][S::WORDS - 1], words[k + 1][S::WORDS - 1], reader.outer)
                                 : pick_bytes(middles[k], middles[k + 1], w == 1 ? 0x5410 : 0x7632);
       codebook.four_pairs(w & 1 ? both >> 4 : both, pairs);
-    } else if constexpr (S::VALUE_BITS == 3) {
-      codebook.four_pairs(pick_bytes(bits(k, w * 12, 12), bits(k + 1, w * 12, 12), 0x5410), pairs);
+    } else if constexpr (S::VALUE_BITS <= 3) {
+      constexpr int N = 4 * S::VALUE_BITS;
+      codebook.four_pairs(pick_bytes(bits(k, w * N, N), bits(k + 1, w * N, N), 0x5410), pairs);
     } else {
       KVSTOW_UNROLL
       for (int y = 0; y < 4; ++y) {

@@ -1,0 +1,110 @@
+"""Makes MLX's callables of the kernels, through `mx.fast.cuda_kernel`.
+
+MLX writes a kernel's signature from the arrays it is given; the body only gathers them into
+the arguments of the device source. MLX refuses to make a kernel without a CUDA back-end, so
+they are made at their first use, and kept.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from kvstow.kernels.source import cuda_include, digest
+from kvstow.kernels.specialise import DecodeKernel, EncodeKernel, Kernel
+
+_PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
+DECODE_COUNTS = (
+    "n_kv_heads",
+    "group",
+    "n_queries",
+    "capacity",
+    "length",
+    "row_blocks",
+    "n_splits",
+    "chunk",
+    "window",
+)
+ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
+
+
+@cache
+def decode_callable(kernel: DecodeKernel, ragged: bool, with_sinks: bool) -> Any:
+    """Takes planes, queries, centroids, signs, arrivals, counts; then the rows, then sinks.
+
+    Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights.
+    """
+    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "counts"]
+    given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
+    n = len(DECODE_COUNTS)
+    gathered = [
+        *_counts(DECODE_COUNTS),
+        f"args.scale_log2 = __int_as_float(counts[{n}]);",
+        "args.output = output; args.sums = sums; args.weights = weights;",
+        *(
+            f"args.{name} = nullptr;"
+            for name in ("starts", "lengths", "sinks")
+            if name not in given
+        ),
+        *_pointers([*given, *_PLANES, "queries", "centroids", "signs", "arrivals"]),
+    ]
+    name = "_".join([kernel.name, *given])
+    return _made(kernel, name, [*names, *given], ["output", "sums", "weights"], gathered)
+
+
+@cache
+def encode_callable(kernel: EncodeKernel) -> Any:
+    """Takes keys, values, signs, boundaries, for a search its tables, and counts; gives planes.
+
+    The tables are centroids, errors of keys and errors of values.
+    """
+    names = ["keys", "values", "signs", "boundaries"]
+    if kernel.search:
+        names += ["centroids", "key_errors", "value_errors"]
+    gathered = [
+        *_counts(ENCODE_COUNTS),
+        "args.capacity = args.n_tokens; args.position = 0;",
+        f"args.token_step = {kernel.head_dim};",
+        "args.head_step = args.token_step * args.n_tokens;",
+        "args.batch_step = args.head_step * args.n_kv_heads;",
+        *_pointers([*names, *_PLANES]),
+    ]
+    return _made(kernel, kernel.name, [*names, "counts"], list(_PLANES), gathered)
+
+
+def _made(
+    kernel: Kernel, name: str, inputs: list[str], outputs: list[str], gathered: list[str]
+) -> Any:
+    """MLX's callable of a kernel whose body is `gathered` and then the kernel's work."""
+    # MLX's signature has no launch bounds, without which registers may not suffice for a
+    # block: the kernel's name is a macro that adds them.
+    # MLX keeps what it compiled on disk, by name: another source needs another name.
+    name = f"{name}_{digest(kernel.file_name)}"
+    function = f"custom_kernel_{name}"
+    bounds = f"#define {function} __launch_bounds__({kernel.threads}, {kernel.blocks}) {function}\n"
+    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    lines = [
+        f"\n#undef {function}",
+        "extern __shared__ __align__(128) char kvstow_shared[];",
+        f"kvstow::{args} args;",
+        *gathered,
+        kernel.call("args", "kvstow_shared") + ";\n",
+    ]
+    return mx.fast.cuda_kernel(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        header=cuda_include(kernel.file_name) + kernel.checks + "\n" + bounds,
+        source="\n".join(lines),
+        shared_memory=kernel.shared_bytes,
+    )
+
+
+def _counts(names: Sequence[str]) -> list[str]:
+    return [f"args.{name} = counts[{i}];" for i, name in enumerate(names)]
+
+
+def _pointers(names: Sequence[str]) -> list[str]:
+    """Arrays keep MLX's own element types, which the device source does not know."""
+    return [f"args.{name} = (decltype(args.{name})){name};" for name in names]
