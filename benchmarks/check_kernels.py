@@ -138,7 +138,14 @@ def _double(x: np.ndarray) -> Any:
     return torch.tensor(x).cuda().double()
 
 
-def attention(queries: Any, keys: Any, values: Any, rows: tuple[Any, Any], window: int) -> Any:
+def attention(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    rows: tuple[Any, Any],
+    window: int = 0,
+    sinks: Any = None,
+) -> Any:
     """Attention in float64; a query that sees nothing gives zeros."""
     lengths, starts = rows
     n_queries, group = queries.shape[2], queries.shape[1] // keys.shape[1]
@@ -150,8 +157,11 @@ def attention(queries: Any, keys: Any, values: Any, rows: tuple[Any, Any], windo
     if window:
         low = torch.maximum(low, high - window)
     seen = ((token >= low) & (token < high))[:, None]
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0)
-    return weights @ values
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # one more token, whose value is zero
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand_as(scores[..., :1])], -1)
+        values = torch.cat([values, torch.zeros_like(values[:, :, :1])], 2)
+    return torch.softmax(scores, -1).nan_to_num(0) @ values
 
 
 class Case(NamedTuple):
@@ -160,6 +170,7 @@ class Case(NamedTuple):
     scheme: Turbo
     queries: Any
     window: int
+    sinks: Any
     call: DecodeCall
 
 
@@ -182,9 +193,10 @@ def cases(host: CudaHost, cache: Cache, head_dim: int, rows: tuple[Any, Any]) ->
                 shape = BATCH, N_KV_HEADS * group, n_queries, head_dim
                 queries = (2 * torch.randn(shape, device="cuda")).to(dtype)
                 window, chunk = (0, 0, 37, 300)[i % 4], (None, 256, 10_240)[i % 3]
+                sinks = 3 * torch.randn(shape[1], device="cuda") if i % 2 else None
                 options = {"lengths": lengths, "starts": starts, "window": window, "chunk": chunk}
-                call = host.decode(queries, planes, scheme, **options)
-                yield Case(scheme, queries, window, call)
+                call = host.decode(queries, planes, scheme, sinks=sinks, **options)
+                yield Case(scheme, queries, window, sinks, call)
 
 
 def check_attention(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
@@ -200,7 +212,8 @@ def check_attention(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
     for case in made:
         keys = cache.keys[case.scheme.key_bits][1]
         values = cache.values[case.scheme.value_bits][1]
-        want = attention(case.queries, keys, values, (lengths, starts), case.window)
+        rows = lengths, starts
+        want = attention(case.queries, keys, values, rows, case.window, case.sinks)
         dtype = dtype_of(case.queries)
         for _ in range(2):  # the first call must leave the arrivals at zero
             error = error_of(case.call.run().double(), want)

@@ -24,7 +24,7 @@ struct OnlineSoftmax {
     KVSTOW_UNROLL
     for (int i = 0; i < S::ROW_QUADS; ++i) greatest[i] = minus_infinity(), total[i] = 0.f;
   }
-  // Turns the scores of a tile into weights up to 2^15, the best use of float16's range.
+  // Turns the scores of a tile into weights up to 2^WEIGHT_LOG2.
   KVSTOW_INLINE void take(float (&scores)[S::SUBTILES][2][S::ROW_QUADS], const Queries<S>& queries, ValueSums<S>& values) {
     float shrink[S::ROW_QUADS];
     bool changed = false;
@@ -40,7 +40,7 @@ struct OnlineSoftmax {
       shrink[i] = exp2_approx((greatest[i] - finite) * step);
       greatest[i] = top;
       total[i] *= shrink[i];
-      const float base = fmaf(finite, step, -15.f);
+      const float base = fmaf(finite, step, -WEIGHT_LOG2);
       KVSTOW_UNROLL
       for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
         for (int e = 0; e < 2; ++e) {

@@ -1,7 +1,8 @@
 // From sums of a warp to sums of a split, and from those to the output.
 //
 // Every part holds the greatest score of its tokens, in powers of two, and sums of weights and of
-// weighted values relative to it; parts with different ones are brought to the greater one.
+// weighted values relative to it; parts with different ones are brought to the greater one. The
+// greatest score has the weight 2^WEIGHT_LOG2.
 #pragma once
 #include "value_sums.cuh"
 namespace kvstow {
@@ -89,7 +90,7 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
   const float base = top == minus_infinity() ? 0.f : top;
-  float total = lane == 0 ? exp2_approx(sink - base) : 0.f;
+  float total = lane == 0 ? exp2_approx(sink - base + WEIGHT_LOG2) : 0.f;
   const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
   for (int s0 = 0; s0 < n_splits; s0 += 32, sums += 32 * S::D) {
     const float2 w = s0 == 0 ? own : s0 + lane < n_splits ? __ldcg(weights + s0 + lane) : none;

@@ -7,6 +7,9 @@
 #include "codebook.cuh"
 namespace kvstow {
 
+// Weights are scaled to reach this power of two, the best use of float16's range.
+constexpr float WEIGHT_LOG2 = 15.f;
+
 template <class S>
 struct ValueReader {
   u32 at, scales_at;  // in a stage
