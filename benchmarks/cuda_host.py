@@ -75,10 +75,10 @@ class CudaHost:
             self._constants[name] = torch.tensor(table[key].astype(dtype), device="cuda")
         return self._constants[name]
 
-    def _search_tables(self, key_bits: int, value_bits: int) -> tuple[Any, Any]:
-        name = key_bits, value_bits
+    def _search_tables(self, bits: int) -> tuple[Any, Any]:
+        name = "search", bits
         if name not in self._constants:
-            words = key_candidates(key_bits).words, value_candidates(value_bits).words
+            words = key_candidates().words, value_candidates(bits).words
             self._constants[name] = [torch.tensor(w.view(np.int64)).cuda() for w in words]
         keys, values = self._constants[name]
         return keys, values
@@ -100,7 +100,7 @@ class CudaHost:
         signs = self.constant(tables.SIGNS, d, np.int8)
         pointers = [keys, values, *planes, signs, self.constant(tables.BOUNDARIES, vb, np.float32)]
         pointers.append(self.constant(tables.CENTROIDS, vb, np.float32))
-        pointers += self._search_tables(kb, vb) if search else (None, None)
+        pointers += self._search_tables(vb) if search else (None, None)
         args = EncodeArgs(*map(_pointer, pointers), h, n, b * h * n, n, 0, h * n * d, n * d, d)
         self.launch(kernel, (-(-b * h * n // kernel.vectors), 2), args)
         return planes

@@ -139,7 +139,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     groups = d // GROUP_SIZE
     key_dtype = mx.int8 if scheme.key_bits == 8 else mx.uint8
     key_bytes, value_bytes = d * scheme.key_bits // 8, d * scheme.value_bits // 8
-    tables = _search_tables(*widths) if scheme.search else ()
+    tables = _search_tables(scheme.value_bits) if scheme.search else ()
     counts = mx.array([h, n, b * h * n], dtype=mx.int32)
     made = encode_callable(kernel)(
         inputs=[keys, values, _signs(d), _boundaries(scheme.value_bits), *tables, counts],
@@ -237,6 +237,6 @@ def _boundaries(bits: int) -> mx.array:
 
 
 @cache
-def _search_tables(key_bits: int, value_bits: int) -> tuple[mx.array, ...]:
-    errors = key_candidates(key_bits).words, value_candidates(value_bits).words
-    return _centroids(value_bits), *map(mx.array, errors)
+def _search_tables(bits: int) -> tuple[mx.array, ...]:
+    errors = key_candidates().words, value_candidates(bits).words
+    return _centroids(bits), *map(mx.array, errors)

@@ -46,8 +46,10 @@ struct Codebook<3> {
     const u32 twos = (x & 0x0FC00FC0u) * 3 + x;        // bytes of two codes: a1a0 a3a2 b1b0 b3b2
     const u32 ones = (twos & 0x38383838u) + twos;      // nibbles of one: a0 a1 a2 a3 b0 b1 b2 b3
     const u32 first = pick_bytes(ones, ones, 0x0020), second = pick_bytes(ones, ones, 0x0031);
-    const u32 low0 = pick_bytes(low_bytes[0], low_bytes[1], first), high0 = pick_bytes(high_bytes[0], high_bytes[1], first);
-    const u32 low1 = pick_bytes(low_bytes[0], low_bytes[1], second), high1 = pick_bytes(high_bytes[0], high_bytes[1], second);
+    const u32 low0 = pick_bytes(low_bytes[0], low_bytes[1], first);
+    const u32 high0 = pick_bytes(high_bytes[0], high_bytes[1], first);
+    const u32 low1 = pick_bytes(low_bytes[0], low_bytes[1], second);
+    const u32 high1 = pick_bytes(high_bytes[0], high_bytes[1], second);
     pairs[0] = pick_bytes(low0, high0, 0x6240);
     pairs[1] = pick_bytes(low0, high0, 0x7351);
     pairs[2] = pick_bytes(low1, high1, 0x6240);

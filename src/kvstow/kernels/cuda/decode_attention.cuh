@@ -25,14 +25,16 @@ struct OnlineSoftmax {
     for (int i = 0; i < S::ROW_QUADS; ++i) greatest[i] = minus_infinity(), total[i] = 0.f;
   }
   // Turns the scores of a tile into weights up to 2^WEIGHT_LOG2.
-  KVSTOW_INLINE void take(float (&scores)[S::SUBTILES][2][S::ROW_QUADS], const Queries<S>& queries, ValueSums<S>& values) {
+  KVSTOW_INLINE void take(float (&scores)[S::SUBTILES][2][S::ROW_QUADS], const Queries<S>& queries,
+                          ValueSums<S>& values) {
     float shrink[S::ROW_QUADS];
     bool changed = false;
     KVSTOW_UNROLL
     for (int i = 0; i < S::ROW_QUADS; ++i) {
       float top = greatest[i];
       KVSTOW_UNROLL
-      for (int sub = 0; sub < S::SUBTILES; ++sub) top = fmaxf(top, fmaxf(scores[sub][0][i], scores[sub][1][i]));
+      for (int sub = 0; sub < S::SUBTILES; ++sub)
+        top = fmaxf(top, fmaxf(scores[sub][0][i], scores[sub][1][i]));
       KVSTOW_UNROLL
       for (int o = 4; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
       changed |= top != greatest[i];
@@ -54,7 +56,8 @@ struct OnlineSoftmax {
 
 // The tokens of one split, for the rows of one block.
 template <class S, Dtype T>
-KVSTOW_INLINE void decode_split(const DecodeArgs& args, const Visible<S>& rows, char* shared_bytes, int b, int head, int split) {
+KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows, char* shared_bytes,
+                                int b, int head, int split) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int begin = rows.first_tile() + split * args.chunk, end = least(rows.any_high, begin + args.chunk);
   if (begin >= end) return write_empty_split(args, rows, b, head, split);
@@ -62,7 +65,8 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const Visible<S>& rows, 
   const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
   const u64 plane_row = (u64)b * args.n_kv_heads + head;
   const int tile0 = begin + warp * S::TILE;
-  TileRing<S> ring(args, plane_row, rings + warp * (S::STAGES * S::STAGE_BYTES), tile0, rows.any_low, rows.any_high, end);
+  const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
+  TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
 
   write_query_planes<S, T>(args, rows, shared, b, head);
   Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
@@ -108,8 +112,9 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const Visible<S>& rows, 
 // Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
 template <class S, Dtype T>
 KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
-  const int split = blockIdx.x, head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks, b = blockIdx.z;
-  const Visible<S> rows(args, b, row_block);
+  const int split = blockIdx.x, b = blockIdx.z;
+  const int head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks;
+  const BlockRows<S> rows(args, b, row_block);
   if (split >= rows.splits(args)) return;
   decode_split<S, T>(args, rows, shared, b, head, split);
   finish<S, T>(args, rows, shared, b, head, row_block);

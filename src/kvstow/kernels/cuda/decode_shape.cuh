@@ -90,15 +90,15 @@ struct DecodeArgs {
   float scale_log2;          // factor of the scores, times log2(e)
 };
 
-// The rows of one block, and the tokens they see.
+// The query rows of one block, and the tokens they see.
 template <class S>
-struct Visible {
+struct BlockRows {
   int row, rows;             // the first row of the KV head, and how many
   int any_low, any_high;     // a token outside is seen by no row
   int all_low, all_high;     // a token inside is seen by every row
   int start, row_high;       // row 0 of the KV head sees the tokens [low(row_high), row_high)
 
-  KVSTOW_INLINE Visible(const DecodeArgs& args, int b, int row_block) {
+  KVSTOW_INLINE BlockRows(const DecodeArgs& args, int b, int row_block) {
     // A row that claims more than the caller was told of is cut, not read beyond the planes.
     start = args.starts ? most(0, args.starts[b]) : 0;
     const int length = args.lengths ? least(args.lengths[b], args.length) : args.length;

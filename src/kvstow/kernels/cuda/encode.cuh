@@ -23,7 +23,8 @@ KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
     __syncthreads();
   }
   const float* edges = VALUE_BITS > 3 ? table : args.boundaries;
-  if (vector < args.n_vectors) encode_value_group<D, VALUE_BITS, T, GUARD, SEARCH>(args, edges, vector, group);
+  if (vector < args.n_vectors)
+    encode_value_group<D, VALUE_BITS, T, GUARD, SEARCH>(args, edges, vector, group);
 }
 
 }  // namespace kvstow

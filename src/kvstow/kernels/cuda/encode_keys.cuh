@@ -25,27 +25,24 @@ struct KeyCodes {
     return a;
   }
 
-  // The best of four zeros a quarter of a step apart, of a scale that leaves room for them.
-  KVSTOW_INLINE static void search(Affine& a, const float (&x)[32], float low, float high, const u64* errors) {
-    constexpr float STEPS = BITS == 8 ? 253.f : BITS == 2 ? 4.f : (float)MOST;
-    constexpr float RESOLUTION = 16.f, SHIFT = (2 - LEAST) * 16.f;  // places of a step; of step 0
+  // At 8 bits: the best of four zeros a quarter of a step apart, of a scale that leaves room for them.
+  KVSTOW_INLINE static void search(Affine& a, const float (&x)[32], float low, float high,
+                                   const u64* errors) {
+    constexpr float STEPS = 253.f, RESOLUTION = 16.f, SHIFT = (2 - LEAST) * RESOLUTION;  // places
     constexpr u32 N_PLACES = (MOST - LEAST + 4) * 16;
     const bool safe = a.divisor >= 0x1p-15f && a.divisor < 0x1p15f && fabsf(a.offset) < 256.f;
     if (!safe) return;
-    Affine made;
-    made.scale = to_float16(__fdiv_rn(__fsub_rn(high, low), STEPS));
-    made.divisor = from_float16(made.scale);
-    const float centre = __fdiv_rn(__fadd_rn(high, low), __fadd_rn(made.divisor, made.divisor));
-    const float whole = rintf(__fsub_rn(centre, 0.5f * (LEAST + MOST)));
-    const float per_step = __fdiv_rn(RESOLUTION, made.divisor);
+    a.scale = to_float16(__fdiv_rn(__fsub_rn(high, low), STEPS));
+    a.divisor = from_float16(a.scale);
+    const float whole = rintf(__fdiv_rn(__fadd_rn(high, low), __fadd_rn(a.divisor, a.divisor)));
+    const float per_step = __fdiv_rn(RESOLUTION, a.divisor);
     const float at_zero = __fsub_rn(SHIFT, __fmul_rn(whole, RESOLUTION));
     float places[32];
     KVSTOW_UNROLL
     for (int i = 0; i < 32; ++i) places[i] = __fadd_rn(__fmul_rn(x[i], per_step), at_zero);
     const u32 best = least_candidate<1>(places, errors, N_PLACES);
-    made.zero = to_float16(__fadd_rn(whole, best * 0.25f - 0.5f));
-    made.offset = from_float16(made.zero);
-    a = made;
+    a.zero = to_float16(__fadd_rn(whole, best * 0.25f - 0.5f));
+    a.offset = from_float16(a.zero);
   }
 
   // A group that the parity encoder would lose: a scale rounded up and a fractional zero.
@@ -75,7 +72,7 @@ KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int grou
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) low = least_or_nan(low, x[i]), high = most_or_nan(high, x[i]);
   Affine affine = Codes::affine_of(low, high);
-  if (SEARCH) Codes::search(affine, x, low, high, args.key_errors);
+  if (SEARCH && BITS == 8) Codes::search(affine, x, low, high, args.key_errors);
   if (GUARD) Codes::guard(affine, low, high);
   BitStream<BITS> stream;
   Divider(affine.divisor, fmaxf(fabsf(low), fabsf(high))).each(x, [&](int i, float steps) {

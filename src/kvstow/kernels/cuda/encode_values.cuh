@@ -9,7 +9,10 @@ namespace kvstow {
 template <int D>
 struct Rotation {
   static constexpr int LANES = D / 32;
-  static constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0x1.6a09e6p-4f : D == 256 ? 0.0625f : 0x1.6a09e6p-5f;
+  static constexpr float NORM = D == 64    ? 0.125f
+                                : D == 128 ? 0x1.6a09e6p-4f
+                                : D == 256 ? 0.0625f
+                                           : 0x1.6a09e6p-5f;
 
   KVSTOW_INLINE static u32 lanes_of_vector() {
     const u32 lane = threadIdx.x & 31;
@@ -80,7 +83,8 @@ KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
 // The best of eight multiples of the root mean square: divides `units` by it, and returns what is
 // stored for the scale, so that what is read back has no bias along the group.
 template <int BITS>
-KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& boundaries, float (&units)[32], float divisor) {
+KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& boundaries,
+                                float (&units)[32], float divisor) {
   constexpr float RESOLUTION = 128.f, SHIFT = 768.f;  // places of a unit; of unit 0
   float x[32];
   KVSTOW_UNROLL
@@ -123,7 +127,8 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
   if (SEARCH) {
     float units[32];
     Divider(divisor, rms).each(x, [&](int i, float u) { units[i] = u; });
-    if (divisor >= 0x1p-13f && divisor < 0x1p14f) scale = search_values<BITS>(args, boundaries, units, divisor);
+    const bool safe = divisor >= 0x1p-13f && divisor < 0x1p14f;
+    if (safe) scale = search_values<BITS>(args, boundaries, units, divisor);
     KVSTOW_UNROLL
     for (int i = 0; i < 32; ++i) stream.put(i, boundaries.code(units[i]));
   } else {

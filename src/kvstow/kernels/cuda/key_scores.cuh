@@ -80,8 +80,8 @@ struct KeyReader {
 
 // Scores of tokens g + 8e and the lane's own rows 4i + t, in units of the row's step.
 template <class S>
-KVSTOW_INLINE void score_subtile(const Queries<S>& queries, const KeyReader<S>& reader, u32 stage, int subtile,
-                                 float (&scores)[2][S::ROW_QUADS]) {
+KVSTOW_INLINE void score_subtile(const Queries<S>& queries, const KeyReader<S>& reader, u32 stage,
+                                 int subtile, float (&scores)[2][S::ROW_QUADS]) {
   constexpr int PAIRS = S::GROUPS / 2;
   constexpr bool AHEAD = PAIRS * S::ROW_QUADS <= 8;  // read all scales first, where registers allow
   u32 scales[2][AHEAD ? PAIRS : 1], zeros[2][AHEAD ? PAIRS : 1];

@@ -9,7 +9,8 @@ namespace kvstow {
 
 // The split of a block that saw no token: its weights say that there are no sums.
 template <class S>
-KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const Visible<S>& rows, int b, int head, int split) {
+KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head,
+                                     int split) {
   for (int r = threadIdx.x; r < rows.rows; r += S::WARPS * 32) {
     float* weight = args.weights + (rows.index(args, b, head, r) * args.n_splits + split) * 2;
     weight[0] = minus_infinity();
@@ -20,8 +21,9 @@ KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const Visible<S>& r
 // Merges the warps of a block, through the memory of their rings.
 //   greatest[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
 template <class S>
-KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const Visible<S>& rows, u32 ring, const ValueSums<S>& values,
-                               const float (&greatest)[S::ROW_QUADS], float (&weight)[S::ROW_QUADS], int b, int head, int split) {
+KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 ring,
+                               const ValueSums<S>& values, const float (&greatest)[S::ROW_QUADS],
+                               float (&weight)[S::ROW_QUADS], int b, int head, int split) {
   constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   KVSTOW_UNROLL
@@ -34,8 +36,9 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const Visible<S>& rows, u
   for (int i = 0; i < S::ROW_QUADS; ++i) {
     KVSTOW_UNROLL
     for (int m = 0; m < S::D / 16; ++m) {
-      store_float(mine + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4, values.sums[m][i / 2][i & 1]);
-      store_float(mine + ((2 * m + 1) * S::ROW_QUADS + i) * 128 + lane * 4, values.sums[m][i / 2][2 + (i & 1)]);
+      const u32 at = mine + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4;
+      store_float(at, values.sums[m][i / 2][i & 1]);
+      store_float(at + S::ROW_QUADS * 128, values.sums[m][i / 2][2 + (i & 1)]);
     }
     if (g == 0) {
       store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8, greatest[i]);
@@ -46,13 +49,17 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const Visible<S>& rows, u
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) {
     const int r = i * 4 + t;
+    const u32 weights = ring + AT_WEIGHTS + r * 8;
     float factor[S::WARPS], top = minus_infinity(), total = 0.f;
     KVSTOW_UNROLL
-    for (int w = 0; w < S::WARPS; ++w) top = fmaxf(top, factor[w] = load_float(ring + w * S::MERGE_BYTES + AT_WEIGHTS + r * 8));
+    for (int w = 0; w < S::WARPS; ++w) {
+      factor[w] = load_float(weights + w * S::MERGE_BYTES);
+      top = fmaxf(top, factor[w]);
+    }
     KVSTOW_UNROLL
     for (int w = 0; w < S::WARPS; ++w) {
       factor[w] = exp2_approx(factor[w] - (top == minus_infinity() ? 0.f : top));
-      total = fmaf(factor[w], load_float(ring + w * S::MERGE_BYTES + AT_WEIGHTS + r * 8 + 4), total);
+      total = fmaf(factor[w], load_float(weights + w * S::MERGE_BYTES + 4), total);
     }
     if (r >= rows.rows) continue;
     const u64 at = rows.index(args, b, head, r) * args.n_splits + split;
@@ -82,7 +89,8 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   constexpr int BATCH = E <= 4 ? 16 : E <= 8 ? 8 : 4;  // splits whose loads are in flight together
   const int lane = threadIdx.x & 31;
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
-  const float2 none = make_float2(minus_infinity(), 0.f), own = lane < n_splits ? __ldcg(weights + lane) : none;
+  const float2 none = make_float2(minus_infinity(), 0.f);
+  const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
   const int head = row / args.n_queries % (args.n_kv_heads * args.group);
   const float sink = args.sinks ? args.sinks[head] * LOG2_E : minus_infinity();
   float top = fmaxf(own.x, sink), x[E] = {};
@@ -100,8 +108,11 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
     for (int s1 = 0; s1 < n; s1 += BATCH) {
       float2 y[BATCH][E / 2];
       KVSTOW_UNROLL
-      for (int s = 0; s < BATCH; ++s) KVSTOW_UNROLL
-        for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg((const float2*)(sums + least(s1 + s, n - 1) * S::D) + e);
+      for (int s = 0; s < BATCH; ++s) {
+        const float2* part = (const float2*)(sums + least(s1 + s, n - 1) * S::D);
+        KVSTOW_UNROLL
+        for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg(part + e);
+      }
       KVSTOW_UNROLL
       for (int s = 0; s < BATCH; ++s) {
         const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 of a split without sums
@@ -130,7 +141,8 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
       x[e] = lane & h ? y - x[e] : x[e] + y;
     }
   // A row that sees no token is zero.
-  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * (1.f / Codebook<S::VALUE_BITS>::FACTOR) / total;
+  constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
+  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
   KVSTOW_UNROLL
   for (int e = 0; e < E; ++e) {
     const int d = lane * E + e;
@@ -140,7 +152,8 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
 
 // The last split of a block's rows to arrive finishes them, so that one launch does it all.
 template <class S, Dtype T>
-KVSTOW_INLINE void finish(const DecodeArgs& args, const Visible<S>& rows, char* shared, int b, int head, int row_block) {
+KVSTOW_INLINE void finish(const DecodeArgs& args, const BlockRows<S>& rows, char* shared, int b, int head,
+                          int row_block) {
   const int n_splits = rows.splits(args);
   if (args.n_splits > 1) {
     __threadfence();
@@ -157,7 +170,8 @@ KVSTOW_INLINE void finish(const DecodeArgs& args, const Visible<S>& rows, char* 
   } else {
     __syncthreads();
   }
-  for (int r = threadIdx.x / 32; r < rows.rows; r += S::WARPS) finish_row<S, T>(args, rows.index(args, b, head, r), n_splits);
+  for (int r = threadIdx.x / 32; r < rows.rows; r += S::WARPS)
+    finish_row<S, T>(args, rows.index(args, b, head, r), n_splits);
 }
 
 }  // namespace kvstow

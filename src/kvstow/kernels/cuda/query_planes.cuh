@@ -17,7 +17,8 @@ KVSTOW_INLINE int operand_byte(int element) {
 
 // All warps of a block write; the caller waits for all.
 template <class S, Dtype T>
-KVSTOW_INLINE void write_query_planes(const DecodeArgs& args, const Visible<S>& rows, u32 shared, int b, int head) {
+KVSTOW_INLINE void write_query_planes(const DecodeArgs& args, const BlockRows<S>& rows, u32 shared, int b,
+                                      int head) {
   constexpr int PER_WARP = (S::ROWS + S::WARPS - 1) / S::WARPS;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, byte = operand_byte<S::KEY_BITS>(lane);
   float x[PER_WARP][S::GROUPS];  // element `lane` of each group
@@ -25,7 +26,8 @@ KVSTOW_INLINE void write_query_planes(const DecodeArgs& args, const Visible<S>& 
   for (int k = 0; k < PER_WARP; ++k) KVSTOW_UNROLL
     for (int j = 0; j < S::GROUPS; ++j) {
       const int r = warp + k * S::WARPS;
-      x[k][j] = r < rows.rows ? element<T>(args.queries, rows.index(args, b, head, r) * S::D + j * 32 + lane) : 0.f;
+      const auto at = [&] { return rows.index(args, b, head, r) * S::D + j * 32 + lane; };
+      x[k][j] = r < rows.rows ? element<T>(args.queries, at()) : 0.f;
     }
   KVSTOW_UNROLL
   for (int k = 0; k < PER_WARP; ++k) {
@@ -46,7 +48,8 @@ KVSTOW_INLINE void write_query_planes(const DecodeArgs& args, const Visible<S>& 
       store8(column + byte, high);
       store8(column + 32 + byte, n - high * 256);
       // NaN here makes every score of the row NaN, as it is.
-      if (lane == 0) store_float(shared + S::AT_SUMS + (r * S::GROUPS + j) * 4, lost ? __uint_as_float(0x7FC00000u) : (float)sum);
+      const float kept = lost ? __uint_as_float(0x7FC00000u) : (float)sum;
+      if (lane == 0) store_float(shared + S::AT_SUMS + (r * S::GROUPS + j) * 4, kept);
     }
     if (lane == 0) store_float(shared + S::AT_STEPS + r * 4, step * args.scale_log2);
   }

@@ -21,7 +21,8 @@ struct TileRing {
   int tile, low, high, end;                        // token of the next tile; what is read; where to stop
 
   // Tiles at, at + STEP, ... below end.
-  KVSTOW_INLINE TileRing(const DecodeArgs& args, u64 plane_row, u32 ring, int at, int low_, int high_, int end_) {
+  KVSTOW_INLINE TileRing(const DecodeArgs& args, u64 plane_row, u32 ring, int at, int low_, int high_,
+                         int end_) {
     const int lane = threadIdx.x & 31;
     const u64 token = plane_row * args.capacity + at;
     first = filling = ring, last = ring + (S::STAGES - 1) * S::STAGE_BYTES;
@@ -37,7 +38,10 @@ struct TileRing {
       scales[i] = (const u8*)(plane + token * S::SCALE_ROW + chunk % SCALE_CHUNKS * 16);
     }
     key_slot = lane * 16;
-    if (S::SWIZZLED_KEYS) key_slot = lane / CHUNKS * S::KEY_ROW + (lane % CHUNKS ^ S::swizzle(lane / CHUNKS)) * 16;
+    if (S::SWIZZLED_KEYS) {
+      const int row = lane / CHUNKS;
+      key_slot = row * S::KEY_ROW + (lane % CHUNKS ^ S::swizzle(row)) * 16;
+    }
     KVSTOW_UNROLL
     for (int i = 0; i < S::STAGES - 1; ++i) copy_next();
   }

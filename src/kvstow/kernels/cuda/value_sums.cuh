@@ -37,9 +37,11 @@ struct ValueReader {
   }
   KVSTOW_INLINE void read_codes(u32 stage, int subtile, int piece, u32 (&words)[4][S::WORDS]) const {
     KVSTOW_UNROLL
-    for (int k = 0; k < 4; ++k) KVSTOW_UNROLL
-      for (int x = 0; x < S::WORDS; ++x)
-        words[k][x] = load32(stage + at + (subtile * 16 + token(k)) * S::VALUE_ROW + piece * S::PIECE_BITS / 8 + x * 4);
+    for (int k = 0; k < 4; ++k) {
+      const u32 from = stage + at + (subtile * 16 + token(k)) * S::VALUE_ROW + piece * S::PIECE_BITS / 8;
+      KVSTOW_UNROLL
+      for (int x = 0; x < S::WORDS; ++x) words[k][x] = load32(from + x * 4);
+    }
   }
 };
 
@@ -52,7 +54,8 @@ struct ValueDecoder {
   u32 (&words)[4][S::WORDS];
   u32 middles[4];
 
-  KVSTOW_INLINE ValueDecoder(const ValueReader<S>& reader_, const Codebook<S::VALUE_BITS>& codebook_, u32 (&words_)[4][S::WORDS])
+  KVSTOW_INLINE ValueDecoder(const ValueReader<S>& reader_, const Codebook<S::VALUE_BITS>& codebook_,
+                             u32 (&words_)[4][S::WORDS])
       : reader(reader_), codebook(codebook_), words(words_) {
     KVSTOW_UNROLL
     for (int k = 0; k < 4; ++k) {
@@ -60,16 +63,18 @@ struct ValueDecoder {
         middles[k] = pick_bytes(words[k][0], words[k][S::WORDS - 1], reader.middle);  // bytes 1..4
       } else if (S::PIECE_BITS % 32) {
         KVSTOW_UNROLL
-        for (int x = 0; x < S::WORDS; ++x)
-          words[k][x] = x + 1 < S::WORDS ? shift_pair(words[k][x], words[k][least(x + 1, S::WORDS - 1)], reader.shift)
-                                         : words[k][x] >> reader.shift;
+        for (int x = 0; x < S::WORDS; ++x) words[k][x] = shifted(k, x, reader.shift, x + 1 < S::WORDS);
       }
     }
   }
+  // Word x of token k from a bit on, with or without the next one above it.
+  KVSTOW_INLINE u32 shifted(int k, int x, u32 shift, bool with_next) const {
+    const u32 next = words[k][least(x + 1, S::WORDS - 1)];
+    return with_next ? shift_pair(words[k][x], next, shift) : words[k][x] >> shift;
+  }
   // At least n bits of token k, from bit `from` of the piece on.
   KVSTOW_INLINE u32 bits(int k, int from, int n) const {
-    const int x = from / 32, shift = from % 32;
-    return shift + n > 32 ? shift_pair(words[k][x], words[k][least(x + 1, S::WORDS - 1)], shift) : words[k][x] >> shift;
+    return shifted(k, from / 32, from % 32, from % 32 + n > 32);
   }
   // Dims 4w .. 4w + 3 of the piece, tokens k and k + 1.
   KVSTOW_INLINE void four_pairs(int w, int k, u32 (&pairs)[4]) const {
@@ -85,7 +90,8 @@ struct ValueDecoder {
       KVSTOW_UNROLL
       for (int y = 0; y < 4; ++y) {
         const int from = (4 * w + y) * S::VALUE_BITS;
-        const u32 a = codebook.centroid(bits(k, from, S::VALUE_BITS)), b = codebook.centroid(bits(k + 1, from, S::VALUE_BITS));
+        const u32 a = codebook.centroid(bits(k, from, S::VALUE_BITS));
+        const u32 b = codebook.centroid(bits(k + 1, from, S::VALUE_BITS));
         pairs[y] = pick_bytes(a, b, 0x5410);
       }
     }
@@ -112,13 +118,14 @@ struct ValueSums {
       }
   }
   // Weights of tokens g + 8e and rows 4i + t.
-  KVSTOW_INLINE void add(const ValueReader<S>& reader, const Codebook<S::VALUE_BITS>& codebook, u32 stage, int subtile,
-                         const float (&weights)[2][S::ROW_QUADS]) {
+  KVSTOW_INLINE void add(const ValueReader<S>& reader, const Codebook<S::VALUE_BITS>& codebook, u32 stage,
+                         int subtile, const float (&weights)[2][S::ROW_QUADS]) {
     u32 operand[S::ROW_TILES][2];
     KVSTOW_UNROLL
     for (int p = 0; p < S::ROW_TILES; ++p) KVSTOW_UNROLL
       for (int e = 0; e < 2; ++e) {
-        const float lower = weights[e][2 * p], upper = 2 * p + 1 < S::ROW_QUADS ? weights[e][least(2 * p + 1, S::ROW_QUADS - 1)] : 0.f;
+        const int q = 2 * p, next = least(q + 1, S::ROW_QUADS - 1);
+        const float lower = weights[e][q], upper = q + 1 < S::ROW_QUADS ? weights[e][next] : 0.f;
         operand[p][e] = transpose_tile(two_halves(lower, upper));
       }
     KVSTOW_UNROLL
@@ -139,7 +146,8 @@ struct ValueSums {
         KVSTOW_UNROLL
         for (int y = 0; y < 2; ++y) KVSTOW_UNROLL
           for (int p = 0; p < S::ROW_TILES; ++p)
-            add_product_fp16(sums[piece * S::PIECE / 2 + 2 * w + y][p], a[0][2 * y], a[0][2 * y + 1], a[1][2 * y], a[1][2 * y + 1], operand[p]);
+            add_product_fp16(sums[piece * S::PIECE / 2 + 2 * w + y][p], a[0][2 * y], a[0][2 * y + 1],
+                             a[1][2 * y], a[1][2 * y + 1], operand[p]);
       }
     }
   }
