@@ -240,7 +240,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
     options = parser.parse_args()
     host = CudaHost()
-    about = {"commit": commit(), "device": torch.cuda.get_device_name()}
+    command = " ".join(["python", *sys.argv])
+    about = {"command": command, "commit": commit(), "device": torch.cuda.get_device_name()}
     failed = 0
     for head_dim in options.head_dim:
         for kind, check in (("encode", check_encoder), ("attention", check_attention)):

@@ -1,0 +1,56 @@
+"""Numbers in docs/kernels.md are those of the recorded rows."""
+
+import json
+import re
+from pathlib import Path
+
+import kvstow
+from kvstow.scheme import KEY_BITS, VALUE_BITS
+
+ROOT = Path(kvstow.__file__).parents[2]
+PAGE = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks/results"
+
+
+def rows(file_name, bench):
+    lines = (RESULTS / file_name).read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["bench"] == bench]
+
+
+def line(row):
+    """A row of the first table."""
+    heads = "/".join(map(str, row["heads"]))
+    shape = f"{row['batch']} | {row['tokens'] // 1024}k | {heads} | {row['head_dim']}"
+    read = f"{row['fused_tb_per_s']:.2f}"
+    if row["bf16_us"] is None:
+        return f"| {shape} | {row['n_queries']} | none | {row['fused_us']:.1f} us |  | {read} |  |"
+    times = f"{row['bf16_us']:.1f} us | {row['fused_us']:.1f} us | {row['vs_bf16']:.2f}"
+    limit = f"{100 * row['of_byte_limit']:.0f}%"
+    return f"| {shape} | {row['n_queries']} | {times} | {read} | {limit} |"
+
+
+def test_the_table_of_the_default_scheme_is_the_recorded_one():
+    want = [line(row) for row in rows("kernels.jsonl", "kernel_decode") if "k8v3" in row["scheme"]]
+    assert re.findall(r"^\| \d+ \| \d+k .*$", PAGE, re.MULTILINE) == want
+
+
+def test_the_table_of_widths_is_the_recorded_one():
+    found = {}
+    for row in rows("kernels.jsonl", "kernel_decode"):
+        if (row["batch"], row["tokens"], row["heads"], row["head_dim"], row["n_queries"]) == (
+            16, 65_536, [32, 8], 128, 1,
+        ):  # fmt: skip
+            cell = f"{row['vs_bf16']:.2f} ({100 * row['of_byte_limit']:.0f}%)"
+            found[row["scheme"]] = cell
+    for k in KEY_BITS:
+        cells = " | ".join(found[f"turbo:k{k}v{v}"] for v in VALUE_BITS)
+        assert f"| {k} bits | {cells} |" in PAGE
+
+
+def test_nothing_that_was_recorded_was_wrong():
+    kinds = "kernel_encode", "kernel_attention"
+    found = [row for kind in kinds for row in rows("kernels_parity.jsonl", kind)]
+    parts = [part for row in found for part in row["parts"]]
+    assert len(parts) > 100
+    assert all(part["ok"] for part in parts)
+    assert not any(part.get("differing") for part in parts)
