@@ -82,4 +82,4 @@ def shared_seed(seed: int | None, processes: Processes) -> int | None:
         return seed
     mx = require("mlx.core")
     drawn = mx.random.randint(0, 2**31 - 1, (), mx.int32) * int(processes.is_first)
-    return int(mx.distributed.all_sum(drawn, group=processes.group, stream=mx.cpu))
+    return int(mx.distributed.all_sum(drawn, group=processes.group))
