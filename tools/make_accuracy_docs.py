@@ -22,12 +22,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
-def page(text: str, rows: Sequence[Row], of_policies: Sequence[Row]) -> str:
+def page(text: str) -> str:
     """`text` with every table written again."""
+    rows = recorded("quality")
     tables = {
         "search": search(rows),
         "laws": rates(rows),
-        "policies": policies(of_policies),
+        "policies": policies(recorded("policy")),
+        "kl on a gpu": other_kl(recorded("h200")),
+        "ppl": perplexities(recorded("h200")),
+        "needle": needles(recorded("h200")),
         "models": models(rows),
     }
     for name, lines in tables.items():
@@ -43,11 +47,11 @@ def search(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|"
     by_arm = {(row["model"], row["arm"]): row for row in rows}
     for (model, arm), row in by_arm.items():
-        without = by_arm.get((model, arm.removesuffix("+search")))
-        if arm.endswith("+search") and without is not None:
+        without = by_arm.get((model, arm.replace("+search", "")))
+        if "+search" in arm and without is not None:
             a, b = (np.array(r["per_text_kl_nats"]) for r in (row, without))
             low, high = ratio_interval(a, b)
-            scheme = arm.removeprefix("turbo:").removesuffix("+search")
+            scheme = arm.removeprefix("turbo:").replace("+search", "")
             ratio = a.mean() / b.mean()
             yield f"| {model} | {scheme} | {ratio:.2f} | {low:.2f} to {high:.2f} |"
 
@@ -73,6 +77,47 @@ def policies(rows: Sequence[Row]) -> Iterator[str]:
         spelled = chosen["arm"].removeprefix("policy(").removesuffix(")")
         cells = (even["model"], f"`{even['arm']}`", f"{b.mean():.5f}", spelled, f"{a.mean():.5f}")
         yield f"| {' | '.join(cells)} | {a.mean() / b.mean():.2f} | {low:.2f} to {high:.2f} |"
+
+
+def other_kl(rows: Sequence[Row]) -> Iterator[str]:
+    """KL, with how the prefix was stored."""
+    yield "| arm | prefix | texts | mean KL | 95% interval | top-1 |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        if row["measure"] == "kl":
+            low, high = row["interval_95"]
+            prefix = {"convert": "at once", "append": "by tokens"}[row["window"]["build"]]
+            cells = (f"`{row['arm']}`", prefix, row["texts"]["n_texts"])
+            figures = (f"{row['mean_kl_nats']:.5f}", f"{low:.5f} to {high:.5f}")
+            yield _line(*cells, *figures, f"{row['top1_agreement']:.1%}")
+
+
+def perplexities(rows: Sequence[Row]) -> Iterator[str]:
+    """Perplexity through the cache."""
+    yield "| arm | perplexity | change of its logarithm | 95% interval |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        if row["measure"] == "ppl":
+            low, high = row["interval_95"]
+            change = f"{row['mean_change_nats']:+.4f}"
+            yield _line(
+                f"`{row['arm']}`", f"{row['ppl']:.3f}", change, f"{low:+.4f} to {high:+.4f}"
+            )
+
+
+def needles(rows: Sequence[Row]) -> Iterator[str]:
+    """Facts found."""
+    yield "| arm | found | of | 95% interval |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        if row["measure"] == "needle":
+            low, high = row["interval_95"]
+            found, n = (sum(cell[key] for cell in row["cells"]) for key in ("found", "n"))
+            yield _line(f"`{row['arm']}`", found, n, f"{low:.0%} to {high:.0%}")
+
+
+def _line(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def models(rows: Sequence[Row]) -> Iterator[str]:
@@ -108,8 +153,7 @@ def recorded(name: str) -> list[Row]:
 
 
 def main() -> None:
-    text = page(PAGE.read_text(encoding="utf-8"), recorded("quality"), recorded("policy"))
-    PAGE.write_text(text, encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,14 @@ def test_each_model_and_kind_of_keys_has_its_own_law():
     ]
 
 
+def test_arms_of_a_part_of_the_layers_belong_to_no_law():
+    whole = [kl_row(f"turbo:k8v{b}", 4.0**-b) for b in (2, 3, 4)]
+    parts = [kl_row(f"turbo:k8v{b}@full", 1e-3 * 4.0**-b) for b in (2, 3, 4, 8)]
+    (law,) = laws([*whole, *parts])
+    assert law.floor_nats == 0
+    assert law.rate == pytest.approx(4)
+
+
 def test_a_kl_that_falls_with_every_width_violates_nothing():
     rows = [*bits_rows(2, 3, 4, 5, 8), *(kl_row(f"paper:mse{b}", 4.0**-b) for b in range(1, 9))]
     rows += [kl_row("off", 0.0), kl_row("affine:4", 0.1), kl_row("affine:8", 0.001)]

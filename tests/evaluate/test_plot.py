@@ -363,3 +363,16 @@ def test_a_missing_extra_is_named(monkeypatch, cli, tmp_path):
     result = cli(ROWS, "--output", tmp_path / "a.svg")
     assert result.exit_code == 1
     assert "this needs matplotlib: pip install 'kvstow[eval]'" in result.stderr
+
+
+def test_only_the_arms_that_are_named_are_drawn(cli, tmp_path):
+    rows = [kl_row("turbo:k8v3"), kl_row("turbo:k8v4", 0.01), kl_row("affine:8", 0.001)]
+    output = tmp_path / "kl.svg"
+    options = ("--arm", "turbo:k8v3", "--arm", "affine:8", "--output", output)
+    assert cli(rows, *options).exit_code == 0
+    shown = texts_of(output.read_bytes())
+    assert {"turbo:k8v3", "affine:8"} <= shown
+    assert "turbo:k8v4" not in shown
+    refused = cli(rows, "--arm", "turbo:k8v2", "--output", output)
+    assert refused.exit_code == 2
+    assert "turbo:k8v2 has no row" in refused.stderr

@@ -7,12 +7,13 @@ each model the very same tokens. Commits and machines may differ: they are named
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvstow.errors import EvaluationError
 from kvstow.evaluate.arms import Arm
 from kvstow.evaluate.rows import IDENTITY, Row
-from kvstow.scheme import Turbo
+from kvstow.scheme import Off, Turbo
 
 KINDS = ("kl", "layers", "needle", "law")
 LAW_KEY_BITS = 8
@@ -143,7 +144,7 @@ def _tokens(row: Row) -> dict[str, Any]:
 
 def _in_law(row: Row, arm: Arm) -> bool:
     turbo = arm.scheme if isinstance(arm.scheme, Turbo) and not arm.paper else None
-    whole = arm.part == "both" and arm.layer is None and arm.fetch == "auto"
+    whole = replace(arm, scheme=Off()) == Arm(Off())  # no part, layer or path of it
     return turbo is not None and turbo.key_bits == LAW_KEY_BITS and whole and _differs(row, arm)
 
 
