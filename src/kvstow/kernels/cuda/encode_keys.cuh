@@ -53,7 +53,7 @@ struct KeyCodes {
     const float range = __fsub_rn(__fdiv_rn(high, GUARD_STEPS), __fdiv_rn(low, GUARD_STEPS));
     const float wanted = fmaxf(range, __fdiv_rn(largest, ZERO_LIMIT));
     const float scale = fminf(fmaxf(wanted, 0x1p-24f), FLOAT16_MAX);
-    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(a.scale) : "f"(scale));  // rounds up
+    a.scale = to_float16_above(scale);
     a.divisor = from_float16(a.scale);
     const float middle = BITS == 8 ? __fadd_rn(__fmul_rn(0.5f, low), __fmul_rn(0.5f, high)) : low;
     const float zero = __fdiv_rn(middle, a.divisor);

@@ -60,17 +60,6 @@ KVSTOW_INLINE void load_group(const void* p, u64 at, float (&x)[32]) {
   }
 }
 
-// Minimum and maximum that are NaN if an element is, as numpy's are.
-KVSTOW_INLINE float least_or_nan(float a, float b) {
-  float d;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-  return d;
-}
-KVSTOW_INLINE float most_or_nan(float a, float b) {
-  float d;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-  return d;
-}
 KVSTOW_INLINE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7F800000u); }
 KVSTOW_INLINE bool is_finite16(u16 h) { return (h & 0x7C00u) != 0x7C00u; }
 

@@ -69,10 +69,26 @@ KVSTOW_INLINE u16 to_float16(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
 }
+KVSTOW_INLINE u16 to_float16_above(float x) {  // rounds up
+  u16 h;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
 KVSTOW_INLINE u16 to_bfloat16(float x) {
   u16 h;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
+}
+// Minimum and maximum that are NaN if an element is, as numpy's are.
+KVSTOW_INLINE float least_or_nan(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+KVSTOW_INLINE float most_or_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
 }
 KVSTOW_INLINE float from_float16(u16 h) { return low_half(h); }
 

@@ -1,0 +1,98 @@
+"""Runs kernels on the CPU through ``emulator.h``: the device source itself, without a GPU."""
+
+import ctypes
+import math
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from kvstow.codec.search import key_candidates, value_candidates
+from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
+from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
+from kvstow.kernels.plan import Device, Shape, plan_decode
+from kvstow.kernels.source import cuda_header
+from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
+
+EMULATOR = Path(__file__).with_name("emulator.h")
+COMPILER = shutil.which("g++")
+OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+
+
+def compile_kernel(kernel, folder):
+    """A function that takes the arguments, blocks along x, y, z."""
+    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    instructions = files("kvstow.kernels").joinpath("cuda", "primitives.cuh").read_text()
+    header = cuda_header(kernel.file_name)
+    own = instructions.replace("#pragma once\n", "")
+    assert own in header
+    program = f"""#include "{EMULATOR}"
+{header.replace(own, "")}
+{kernel.checks}
+static kvstow::{args} args;
+static void body() {{ {kernel.call("args", "emulator::shared.data()")}; }}
+extern "C" void launch(const kvstow::{args}* given, unsigned x, unsigned y, unsigned z) {{
+  args = *given;
+  emulator::launch({{x, y, z}}, {kernel.threads}, {kernel.shared_bytes}, body);
+}}
+"""
+    source, library = folder / f"{kernel.name}.cc", folder / f"{kernel.name}.so"
+    source.write_text(program)
+    subprocess.run([COMPILER, *OPTIONS, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library)).launch
+
+
+def attend(queries, planes, widths, folder, **options):
+    """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
+
+    Options: starts, lengths (int32), sinks (float32), window, chunk.
+    """
+    b, hq, n_queries, d = queries.shape
+    h, capacity = planes[0].shape[1:3]
+    shape = Shape(b, hq, h, n_queries, d, capacity)
+    # One with little shared memory gets kernels of few warps, which is less to emulate.
+    plan = plan_decode(shape, widths, "float32", Device(86, 1))
+    chunk = options.get("chunk", plan.chunk)
+    n_splits = -(-capacity // chunk)
+    n_rows = b * hq * n_queries
+    output = np.full(queries.shape, np.nan, np.float32)
+    sums = np.full((n_rows, n_splits, d), np.nan, np.float32)
+    weights = np.full((n_rows, n_splits, 2), np.nan, np.float32)
+    arrivals = np.zeros(b * h * plan.row_blocks, np.int32)
+    arrays = [*planes, queries, CENTROIDS[widths[1]], SIGNS[d].astype(np.int8)]
+    arrays += [options.get(name) for name in ("sinks", "starts", "lengths")]
+    arrays += [output, sums, weights, arrivals]
+    sizes = h, plan.group, n_queries, capacity, capacity, plan.row_blocks
+    counts = *sizes, n_splits, chunk, options.get("window", 0)
+    args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))
+    compile_kernel(plan.kernel, folder)(ctypes.byref(args), n_splits, *plan.grid[1:])
+    assert not arrivals.any()
+    return output
+
+
+def encode(keys, values, widths, folder, *, search=False, position=0):
+    """Planes of a capacity of 8 more tokens than given, written from `position` on."""
+    b, h, n, d = keys.shape
+    kb, vb = widths
+    dtypes = np.int8 if kb == 8 else np.uint8, np.float16, np.float16, np.uint8, np.float16
+    row_bytes = d * kb // 8, d // 32, d // 32, d * vb // 8, d // 32
+    planes = [
+        np.full((b, h, n + 8, width), 77, dtype)
+        for width, dtype in zip(row_bytes, dtypes, strict=True)
+    ]
+    kernel = EncodeKernel(d, kb, vb, "float32", search=search)
+    tables = [CENTROIDS[vb], key_candidates().words, value_candidates(vb).words]
+    arrays = [keys, values, *planes, SIGNS[d].astype(np.int8), BOUNDARIES[vb], *tables]
+    args = EncodeArgs(*map(_address, arrays), h, n, b * h * n, n + 8, position, h * n * d, n * d, d)
+    launch = compile_kernel(kernel, folder)
+    launch(ctypes.byref(args), -(-b * h * n // kernel.vectors), 2, 1)
+    return planes
+
+
+def _address(array):
+    if array is None:
+        return None
+    assert array.flags.c_contiguous
+    return array.ctypes.data

@@ -1,0 +1,110 @@
+"""The device source, run on the CPU lane by lane, against the definition."""
+
+import numpy as np
+import pytest
+
+from kvstow.codec import reference
+from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
+from tests.kernels import emulated
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+STARTS, LENGTHS, CAPACITY = [0, 3, 37, 0], [0, 4, 119, 128], 128
+
+
+def make_planes(rng, head_dim, widths):
+    """Planes that are NaN and noise outside the rows, and what they decode to inside."""
+    shape = len(LENGTHS), 2, CAPACITY, head_dim
+    x, y = rng.standard_normal((2, *shape)).astype(np.float32)
+    keys = reference.encode_keys(x + 1, bits=widths[0], guard=True)
+    values = reference.encode_values(y, bits=widths[1], guard=True)
+    decoded = (
+        reference.decode_keys(keys, bits=widths[0]).astype(np.float64),
+        reference.decode_values(values, bits=widths[1], head_dim=head_dim).astype(np.float64),
+    )
+    at = np.arange(CAPACITY)
+    inside = (at >= np.array(STARTS)[:, None]) & (at < np.array(LENGTHS)[:, None])
+    planes = []
+    for plane in (*keys, *values):
+        noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)
+        if plane.dtype == np.float16:
+            noise = np.full_like(plane, np.nan)
+        planes.append(np.where(inside[:, None, :, None], plane, noise))
+    return planes, decoded
+
+
+def attention(queries, keys, values, window=0, sinks=None):
+    """Attention in float64; a query that sees nothing gives zeros."""
+    b, hq, n, d = queries.shape
+    output = np.zeros(queries.shape)
+    for i, head, j in np.ndindex(b, hq, n):
+        high = LENGTHS[i] - n + 1 + j
+        low = max(STARTS[i], high - window) if window else STARTS[i]
+        if low >= high:
+            continue
+        kv = head * keys.shape[1] // hq
+        scores = keys[i, kv, low:high] @ queries[i, head, j].astype(np.float64) * d**-0.5
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
+        output[i, head, j] = weights @ values[i, kv, low:high] / total
+    return output
+
+
+def check(rng, folder, widths, shape, **options):
+    """Compare one call; `shape` is head_dim, query heads of a KV head and query tokens."""
+    head_dim, group, n_queries = shape
+    planes, decoded = make_planes(rng, head_dim, widths)
+    queries = rng.standard_normal((len(LENGTHS), 2 * group, n_queries, head_dim))
+    queries = (2 * queries).astype(np.float32)
+    rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
+    got = emulated.attend(queries, planes, widths, folder, **rows, **options)
+    options.pop("chunk", None)
+    want = attention(queries, *decoded, **options)
+    # Queries are integers of 14 bits, weights and centroids float16.
+    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+    assert not got[0].any()  # the empty row
+
+
+@pytest.mark.parametrize("value_bits", VALUE_BITS)
+@pytest.mark.parametrize("key_bits", KEY_BITS)
+def test_attention_equals_the_definition_for_every_width(rng, tmp_path, key_bits, value_bits):
+    check(rng, tmp_path, (key_bits, value_bits), (64, 3, 1))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("widths", [(8, 3), (2, 8)])
+def test_splits_are_merged_for_every_head_dim(rng, tmp_path, head_dim, widths):
+    check(rng, tmp_path, widths, (head_dim, 1, 1), chunk=64)
+
+
+@pytest.mark.parametrize("step", [(1, 5), (7, 3), (33, 1), (5, 13)])
+def test_query_tokens_see_only_the_past_and_a_window(rng, tmp_path, step):
+    check(rng, tmp_path, (5, 4), (64, *step), chunk=32, window=19)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_a_sink_takes_weight_and_has_no_value(rng, tmp_path, n_queries):
+    sinks = (3 * rng.standard_normal(6)).astype(np.float32)
+    check(rng, tmp_path, (8, 3), (64, 3, n_queries), chunk=64, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "widths", "search"),
+    [(64, (8, 3), False), (128, (8, 5), True), (512, (5, 2), False), (256, (4, 8), True)],
+)
+def test_encoded_bytes_are_those_of_the_definition(rng, tmp_path, head_dim, widths, search):
+    keys = rng.standard_normal((2, 3, 20, head_dim)) * 10.0 ** rng.uniform(-9, 9, (2, 3, 20, 1))
+    keys[0, 0, :2], keys[0, 0, 2] = 1e-3, 0
+    keys[0, 1] += 1e3
+    keys[0, 2, :4] *= 1e25
+    keys[1, 0, 5, 3], keys[1, 0, 6, 2] = np.nan, np.inf
+    keys = keys.astype(np.float32)
+    values = np.ascontiguousarray(keys[::-1])
+    planes = emulated.encode(keys, values, widths, tmp_path, search=search, position=5)
+    want = (
+        *reference.encode_keys(keys, bits=widths[0], guard=True, search=search),
+        *reference.encode_values(values, bits=widths[1], guard=True, search=search),
+    )
+    for got, expected in zip(planes, want, strict=True):
+        np.testing.assert_array_equal(got[:, :, 5:25], expected)
+        assert (got[:, :, :5] == 77).all()
+        assert (got[:, :, 25:] == 77).all()
