@@ -14,6 +14,7 @@ from kvstow.capacity import (
     cost,
     max_tokens,
 )
+from kvstow.policy import Policy
 from kvstow.store import STEP_TOKENS
 
 OFF, AFFINE, TURBO = (Scheme.parse(text) for text in ("off", "affine:8", "turbo:k8v3"))
@@ -158,3 +159,21 @@ def test_more_tokens_never_cost_less(text, shape, a, b):
 def test_nothing_bounds_a_model_without_a_growing_cache_or_a_limit():
     shape = replace(model(SLIDING), max_tokens=None)
     assert max_tokens(shape, OFF, 10**9).tokens is None
+
+
+def test_a_policy_costs_what_its_layers_do():
+    layers = [replace(FULL, index=0), replace(SLIDING, index=1), replace(FULL, index=2)]
+    shape = model(*layers)
+    rules = [{"layers": 2, "scheme": "turbo:k8v8"}, {"kind": "sliding", "scheme": "off"}]
+    policy = Policy.from_dict({"default": "turbo:k4v2", "rules": rules})
+    one = {s: bytes_per_token(model(FULL), Scheme.parse(s)) for s in ("turbo:k4v2", "turbo:k8v8")}
+    assert bytes_per_token(shape, policy) == sum(one.values())
+    plain = cost(model(SLIDING), OFF, 5000).fixed_bytes
+    assert cost(shape, policy, 5000).fixed_bytes == plain
+    assert cost(shape, policy, 5000).cache_bytes == sum(one.values()) * 5120
+
+
+@pytest.mark.parametrize("text", ["off", "affine:8", "turbo:k8v3", "turbo:k8v3+start700"])
+def test_a_policy_of_one_scheme_costs_what_the_scheme_does(text):
+    shape, scheme = model(FULL, SLIDING, FULL, RECURRENT), Scheme.parse(text)
+    assert cost(shape, Policy.of(text), 900) == cost(shape, scheme, 900)

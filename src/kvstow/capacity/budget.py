@@ -39,6 +39,7 @@ from typing import Literal
 
 from kvstow.capacity.shapes import LayerShape, ModelShape
 from kvstow.errors import UnsupportedModel
+from kvstow.policy import Policy
 from kvstow.scheme import Affine, Off, Scheme, Turbo
 from kvstow.store import STEP_TOKENS
 
@@ -93,7 +94,7 @@ def check_layer(scheme: Scheme, layer: LayerShape) -> None:
         )
 
 
-def bytes_per_token(shape: ModelShape, scheme: Scheme) -> int:
+def bytes_per_token(shape: ModelShape, scheme: Scheme | Policy) -> int:
     """Bytes by which one more token makes the cache larger, over all layers.
 
     Raises:
@@ -102,7 +103,7 @@ def bytes_per_token(shape: ModelShape, scheme: Scheme) -> int:
     return _layer_bytes(shape, scheme, *shape.of_kind("full", "plain"))
 
 
-def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
+def cost(shape: ModelShape, scheme: Scheme | Policy, tokens: int) -> Cost:
     """What `tokens` tokens of context take beside the weights.
 
     Raises:
@@ -125,7 +126,7 @@ def cost(shape: ModelShape, scheme: Scheme, tokens: int) -> Cost:
     )
 
 
-def max_tokens(shape: ModelShape, scheme: Scheme, memory_bytes: int) -> Fit:
+def max_tokens(shape: ModelShape, scheme: Scheme | Policy, memory_bytes: int) -> Fit:
     """The longest context whose `cost` is at most `memory_bytes`.
 
     Raises:
@@ -144,10 +145,11 @@ def max_tokens(shape: ModelShape, scheme: Scheme, memory_bytes: int) -> Fit:
     return Fit(fits, "memory")
 
 
-def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
+def _layer_bytes(shape: ModelShape, policy: Scheme | Policy, *layers: LayerShape) -> int:
     """Bytes of one token in some layers."""
     n_bytes = 0
     for layer in layers:
+        scheme = _scheme_of(policy, layer)
         if not _is_stored(scheme, layer):
             one_head = (layer.key_dim + layer.value_dim) * shape.dtype_bytes
         else:
@@ -157,14 +159,22 @@ def _layer_bytes(shape: ModelShape, scheme: Scheme, *layers: LayerShape) -> int:
     return n_bytes
 
 
-def _cache_bytes(shape: ModelShape, scheme: Scheme, room: int, *layers: LayerShape) -> int:
+def _cache_bytes(shape: ModelShape, policy: Scheme | Policy, room: int, *layers: LayerShape) -> int:
     """Bytes of some layers with room for so many tokens each."""
-    allocated = _layer_bytes(shape, scheme, *layers) * room
-    if isinstance(scheme, Turbo) and scheme.start_tokens:
-        # Until then the cache is plain, and that may be the larger of the two.
-        plain_room = min(room, _in_steps(scheme.start_tokens - 1))
-        return max(allocated, _layer_bytes(shape, Off(), *layers) * plain_room)
-    return allocated
+    n_bytes = 0
+    for layer in layers:
+        scheme = _scheme_of(policy, layer)
+        allocated = _layer_bytes(shape, scheme, layer) * room
+        if isinstance(scheme, Turbo) and scheme.start_tokens:
+            # Until then the cache is plain, and that may be the larger of the two.
+            plain_room = min(room, _in_steps(scheme.start_tokens - 1))
+            allocated = max(allocated, _layer_bytes(shape, Off(), layer) * plain_room)
+        n_bytes += allocated
+    return n_bytes
+
+
+def _scheme_of(policy: Scheme | Policy, layer: LayerShape) -> Scheme:
+    return Policy.of(policy).of_layer(layer.index, layer.kind)
 
 
 def _is_stored(scheme: Scheme, layer: LayerShape) -> bool:
@@ -196,19 +206,15 @@ def _activation_bytes(shape: ModelShape) -> int:
     return elements * shape.dtype_bytes
 
 
-def _attention_bytes(shape: ModelShape, scheme: Scheme, chunk: int, tokens: int) -> int:
-    growing = shape.of_kind("full")
-    if isinstance(scheme, Affine) and growing:
-        return shape.n_heads * chunk * tokens * shape.dtype_bytes
-    if isinstance(scheme, Turbo):
-        per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
-        return max(
-            (
-                layer.n_kv_heads
-                * layer.key_dim
-                * (2 * ENCODE_BYTES * chunk + per_token * _held(layer, tokens, chunk))
-                for layer in shape.of_kind("full", "sliding")
-            ),
-            default=0,
-        )
-    return 0
+def _attention_bytes(shape: ModelShape, policy: Scheme | Policy, chunk: int, tokens: int) -> int:
+    """The most that any layer holds while it attends."""
+    most = 0
+    for layer in shape.of_kind("full", "sliding"):
+        scheme = _scheme_of(policy, layer)
+        if isinstance(scheme, Affine) and layer.kind == "full":
+            most = max(most, shape.n_heads * chunk * tokens * shape.dtype_bytes)
+        elif isinstance(scheme, Turbo):
+            per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
+            held = 2 * ENCODE_BYTES * chunk + per_token * _held(layer, tokens, chunk)
+            most = max(most, layer.n_kv_heads * layer.key_dim * held)
+    return most

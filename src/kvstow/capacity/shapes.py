@@ -1,6 +1,6 @@
 """What the memory of a context depends on: plain values, whichever framework they come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -22,6 +22,7 @@ class LayerShape:
         value_dim: Elements of one value.
         window: Tokens that a sliding or bounded layer keeps; 0 for others.
         state_bytes: Bytes of a recurrent layer's state; 0 for others.
+        index: Of the cache among the model's, as in `AttachReport.layers`; -1 if nobody asked.
     """
 
     kind: Kind
@@ -30,6 +31,7 @@ class LayerShape:
     value_dim: int = 0
     window: int = 0
     state_bytes: int = 0
+    index: int = field(default=-1, compare=False)  # where it is, not what it is
 
 
 @dataclass(frozen=True, slots=True)

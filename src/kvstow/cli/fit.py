@@ -9,10 +9,11 @@ from rich.table import Table
 
 from kvstow.capacity import DTYPE_BYTES, KINDS, ModelShape, bytes_per_token, cost, max_tokens
 from kvstow.cli.console import table_console
-from kvstow.cli.params import as_json, kv_quants, model, size
-from kvstow.errors import UnsupportedModel
+from kvstow.cli.params import as_json, kv_policy, kv_quants, model, size
+from kvstow.errors import PolicyError, UnsupportedModel
 from kvstow.integrations import attached
 from kvstow.models import read_config, skeleton
+from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Off, Scheme
 
@@ -32,6 +33,7 @@ SCHEMES = (
 )
 @click.option("--tokens", type=click.IntRange(min=1), help="Length of a context to price.")
 @kv_quants(SCHEMES)
+@kv_policy
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPE_BYTES)),
@@ -44,6 +46,7 @@ def fit(
     memory_bytes: int | None,
     tokens: int | None,
     schemes: tuple[Scheme, ...],
+    kv_policy: Policy | None,
     dtype: str | None,
     as_json: bool,
 ) -> None:
@@ -69,13 +72,16 @@ def fit(
         weight_bytes = config.n_weights * shape.dtype_bytes
     room_bytes = _room(weight_bytes, memory_bytes)
     rows = []
-    for scheme in schemes:
+    asked: list[Scheme | Policy] = [*schemes, *([kv_policy] if kv_policy else [])]
+    for scheme in asked:
         row: dict[str, Any] = {"scheme": str(scheme)}
         try:
-            if not isinstance(scheme, Off):
+            if not isinstance(Policy.of(scheme).uniform, Off):
                 with attached(bare, scheme):
                     pass
             row |= _costs(shape, scheme, room_bytes, tokens)
+        except PolicyError as error:
+            raise click.UsageError(f"--kv-policy: {error}") from error
         except UnsupportedModel as error:
             row["refused"] = str(error)
         rows.append(row)
@@ -109,7 +115,7 @@ def _room(weight_bytes: int | None, memory_bytes: int | None) -> int | None:
 
 
 def _costs(
-    shape: ModelShape, scheme: Scheme, room_bytes: int | None, tokens: int | None
+    shape: ModelShape, scheme: Scheme | Policy, room_bytes: int | None, tokens: int | None
 ) -> dict[str, Any]:
     per_token, plain = bytes_per_token(shape, scheme), bytes_per_token(shape, Off())
     row: dict[str, Any] = {
@@ -137,7 +143,8 @@ def _table(report: dict[str, Any]) -> Table:
         cells = _cells(row)
         padding = [""] * (len(table.columns) - 1 - refused - len(cells))
         reason = [row.get("refused", "").removeprefix(f"{row['scheme']} ")] if refused else []
-        table.add_row(row["scheme"], *cells, *padding, *reason)
+        name = "policy" if row["scheme"].startswith("policy(") else row["scheme"]
+        table.add_row(name, *cells, *padding, *reason)
     return table
 
 

@@ -97,7 +97,7 @@ kv_quant = click.option(
 kv_policy = click.option(
     "--kv-policy",
     type=PolicyFile(),
-    help="A JSON file that says which layers take which scheme, in the place of --kv-quant.",
+    help="A JSON file that says which layers take which scheme.",
 )
 
 

@@ -6,6 +6,7 @@ model's args, whose names differ between architectures.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.models import cache as host
@@ -39,11 +40,11 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     """
     caches = plain_caches(model)
     logits = probe.fill(model, caches, (1, 1))
-    n_bytes = [int(cache.nbytes) for cache, _ in _flat(caches)]
+    n_bytes = [int(cache.nbytes) for _, cache, _ in _flat(caches)]
     probe.fill(model, caches, (2,))
     layers = tuple(
-        _layer(cache, before, kept=kept)
-        for (cache, kept), before in zip(_flat(caches), n_bytes, strict=True)
+        replace(_layer(cache, before, kept=kept), index=i)
+        for (i, cache, kept), before in zip(_flat(caches), n_bytes, strict=True)
         if cache.nbytes  # else the model stores nothing in it
     )
     args = probe.text_args(model)
@@ -51,7 +52,7 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     n_heads = _number(args, _HEADS)
     hidden_size = _number(args, _HIDDEN) or n_heads * key_dim
     expert_size = _number(args, _EXPERT) * _number(args, _EXPERTS_OF_ONE_TOKEN)
-    keys = [cache.keys for cache, _ in _flat(caches) if getattr(cache, "keys", None) is not None]
+    keys = [cache.keys for _, cache, _ in _flat(caches) if getattr(cache, "keys", None) is not None]
     return ModelShape(
         layers=layers,
         n_heads=n_heads or (hidden_size // key_dim if key_dim else 0),
@@ -63,11 +64,11 @@ def read_shape(model: Any, max_tokens: int | None = None) -> ModelShape:
     )
 
 
-def _flat(caches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Every cache, those of a layer's `CacheList` too, and whether `attach` leaves it as it is."""
-    for cache in caches:
+def _flat(caches: Iterable[Any]) -> Iterator[tuple[int, Any, bool]]:
+    """Index of, and every cache, those of a `CacheList` too, and whether `attach` leaves it."""
+    for i, cache in enumerate(caches):
         for member in getattr(cache, "caches", (cache,)):
-            yield member, member is not members.plain(cache)
+            yield i, member, member is not members.plain(cache)
 
 
 def _layer(cache: Any, bytes_before: int, *, kept: bool) -> LayerShape:

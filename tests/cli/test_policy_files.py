@@ -1,4 +1,4 @@
-"""``kvstow generate --kv-policy``: a file in the place of a scheme."""
+"""``--kv-policy`` of generate and fit: a file in the place of a scheme."""
 
 import json
 
@@ -60,3 +60,19 @@ def test_a_file_that_cannot_be_meant_is_a_usage_error(
 def test_a_file_that_is_not_there_is_a_usage_error(refused, tiny, tmp_path):
     args = ("--model", tiny.llama, "--prompt", "hi", "--kv-policy", tmp_path / "none.json")
     assert "does not exist" in refused("generate", *args, code=2)
+
+
+def test_fit_prices_a_policy_beside_the_schemes(cli, tiny, policy):
+    path = policy({"default": "turbo:k8v8", "rules": [{"layers": 1, "scheme": "turbo:k8v2"}]})
+    asked = ("fit", "--model", tiny.llama, "--kv-policy", path)
+    schemes = ("--kv-quant", "turbo:k8v8", "--kv-quant", "turbo:k8v2")
+    result = cli(*asked, *schemes, "--json")
+    assert result.exit_code == 0, result.output
+    one, other, mixed = json.loads(result.stdout)["schemes"]
+    assert mixed["bytes_per_token"] == (one["bytes_per_token"] + other["bytes_per_token"]) / 2
+    assert "policy" in cli(*asked).stdout
+
+
+def test_fit_refuses_a_policy_about_other_layers(refused, tiny, policy):
+    path = policy({"rules": [{"layers": 9, "scheme": "off"}]})
+    assert "names layers 9" in refused("fit", "--model", tiny.llama, "--kv-policy", path, code=2)
