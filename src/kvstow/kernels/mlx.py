@@ -137,20 +137,23 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     widths = scheme.key_bits, scheme.value_bits
     kernel = EncodeKernel(d, *widths, _dtype(keys), search=scheme.search)
     groups = d // GROUP_SIZE
+    row_bytes = d * scheme.key_bits // 8, groups, groups, d * scheme.value_bits // 8, groups
+    shapes = [(b, h, n, width) for width in row_bytes]
     key_dtype = mx.int8 if scheme.key_bits == 8 else mx.uint8
-    key_bytes, value_bytes = d * scheme.key_bits // 8, d * scheme.value_bits // 8
-    tables = _search_tables(scheme.value_bits) if scheme.search else ()
-    counts = mx.array([h, n, b * h * n], dtype=mx.int32)
-    made = encode_callable(kernel)(
-        inputs=[keys, values, _signs(d), _boundaries(scheme.value_bits), *tables, counts],
-        grid=(-(-b * h * n // kernel.vectors) * kernel.threads, 2, 1),
-        threadgroup=(kernel.threads, 1, 1),
-        output_shapes=[
-            (b, h, n, width) for width in (key_bytes, groups, groups, value_bytes, groups)
-        ],
-        output_dtypes=[key_dtype, mx.float16, mx.float16, mx.uint8, mx.float16],
-    )
-    return PackedKeys(*made[:3]), PackedValues(*made[3:])
+    dtypes = [key_dtype, mx.float16, mx.float16, mx.uint8, mx.float16]
+    if not keys.size:
+        planes = list(map(mx.zeros, shapes, dtypes))
+    else:
+        tables = _search_tables(scheme.value_bits) if scheme.search else ()
+        counts = mx.array([h, n, b * h * n], dtype=mx.int32)
+        planes = encode_callable(kernel)(
+            inputs=[keys, values, _signs(d), _boundaries(scheme.value_bits), *tables, counts],
+            grid=(-(-b * h * n // kernel.vectors) * kernel.threads, 2, 1),
+            threadgroup=(kernel.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+    return PackedKeys(*planes[:3]), PackedValues(*planes[3:])
 
 
 @cache

@@ -1,0 +1,86 @@
+"""What the MLX loader says and does before anything is launched, so without a GPU too."""
+
+import numpy as np
+import pytest
+
+from kvstow.codec import reference
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.kernels.plan import Device
+from kvstow.scheme import Turbo
+
+mx = pytest.importorskip("mlx.core")
+kernels = pytest.importorskip("kvstow.kernels.mlx")
+
+pytestmark = pytest.mark.mlx
+K8V3 = Turbo(8, 3)
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch):
+    monkeypatch.setattr(kernels, "device", lambda: Device(90, 132))
+
+
+def planes(capacity, head_dim=64):
+    x = np.zeros((1, 2, capacity, head_dim), np.float32)
+    keys = reference.encode_keys(x, bits=8, guard=True)
+    values = reference.encode_values(x, bits=3, guard=True)
+    return PackedKeys(*map(mx.array, keys)), PackedValues(*map(mx.array, values))
+
+
+def attend(n_heads=4, dtype=mx.float32, capacity=256, n_tokens=5):
+    queries = mx.zeros((1, n_heads, 1, 64), dtype)
+    return kernels.attend(queries, planes(capacity), n_tokens, K8V3, kernels.Scores(0.125))
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="multiple of KV heads, got 3 and 2"):
+        attend(n_heads=3)
+
+
+def test_a_capacity_that_copies_cannot_follow_is_refused():
+    with pytest.raises(ValueError, match="multiple of 8, got 12"):
+        attend(capacity=12)
+
+
+def test_more_tokens_than_the_planes_hold_are_refused():
+    with pytest.raises(ValueError, match="257 tokens do not fit in a capacity of 256"):
+        attend(n_tokens=257)
+
+
+def test_queries_of_another_dtype_are_refused():
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got int32"):
+        attend(dtype=mx.int32)
+
+
+def test_keys_and_values_must_be_alike():
+    x = mx.zeros((1, 2, 3, 64))
+    with pytest.raises(ValueError, match="must be alike"):
+        kernels.encode(x, x.astype(mx.float16), K8V3)
+
+
+def test_no_tokens_are_encoded_as_no_tokens():
+    x = mx.zeros((1, 2, 0, 64))
+    keys, values = kernels.encode(x, x, K8V3)
+    assert [plane.shape for plane in keys] == [(1, 2, 0, 64), (1, 2, 0, 2), (1, 2, 0, 2)]
+    assert [plane.shape for plane in values] == [(1, 2, 0, 24), (1, 2, 0, 2)]
+
+
+def test_layers_of_a_step_share_what_is_made_on_the_host(monkeypatch):
+    made = []
+
+    def callable_of(*_):
+        def launch(**given):
+            made.append(given["inputs"])
+            return [mx.zeros((1, 4, 1, 64))]
+
+        return launch
+
+    monkeypatch.setattr(kernels, "decode_callable", callable_of)
+    kernels._prepare.cache_clear()
+    attend()
+    attend()
+    kernels._prepare.cache_clear()
+    first, second = made
+    assert first[9] is second[9]  # counts
+    assert first[8] is not second[8]  # arrivals
+    assert not first[8].any()
