@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,8 +18,19 @@ from kvstow.kernels.source import cuda_header
 from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
 
 EMULATOR = Path(__file__).with_name("emulator.h")
-COMPILER = shutil.which("g++")
 OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+
+
+@cache
+def compiler():
+    """The path of a g++ that knows float16 and fibers; None where there is none."""
+    path = shutil.which("g++")
+    if path is None:
+        return None
+    needed = "#include <ucontext.h>\n_Float16 number; ucontext_t fiber;\n"
+    command = [path, "-x", "c++", "-fsyntax-only", "-"]
+    tried = subprocess.run(command, input=needed, text=True, capture_output=True, check=False)
+    return None if tried.returncode else path
 
 
 def compile_kernel(kernel, folder):
@@ -40,7 +52,7 @@ extern "C" void launch(const kvstow::{args}* given, unsigned x, unsigned y, unsi
 """
     source, library = folder / f"{kernel.name}.cc", folder / f"{kernel.name}.so"
     source.write_text(program)
-    subprocess.run([COMPILER, *OPTIONS, str(source), "-o", str(library)], check=True)
+    subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library)).launch
 
 

@@ -47,7 +47,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where each row of a batch begins and ends: int32 arrays ``(b,)``.
+    """Where each row of a batch begins and ends: arrays of whole numbers ``(b,)``.
 
     Attributes:
         starts: The first token; those before it are padding.
@@ -89,6 +89,7 @@ def attend(
     keys, values = planes
     h, capacity = keys.codes.shape[1:3]
     rows = [tokens.starts, tokens.lengths] if isinstance(tokens, Rows) else []
+    rows = [array.astype(mx.int32) for array in rows]
     sinks = [] if scores.sinks is None else [scores.sinks.astype(mx.float32)]
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
     shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=bool(rows))
