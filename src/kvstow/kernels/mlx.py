@@ -146,7 +146,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
         planes = list(map(mx.zeros, shapes, dtypes))
     else:
         tables = _search_tables(scheme.value_bits) if scheme.search else ()
-        counts = mx.array([h, n, b * h * n], dtype=mx.int32)
+        counts = _encode_counts(h, n, b * h * n)
         planes = encode_callable(kernel)(
             inputs=[keys, values, _signs(d), _boundaries(scheme.value_bits), *tables, counts],
             grid=(-(-b * h * n // kernel.vectors) * kernel.threads, 2, 1),
@@ -238,6 +238,11 @@ def _centroids(bits: int) -> mx.array:
 @cache
 def _boundaries(bits: int) -> mx.array:
     return mx.array(BOUNDARIES[bits])
+
+
+@lru_cache(maxsize=256)
+def _encode_counts(*counts: int) -> mx.array:
+    return mx.array(np.array(counts, np.int32))
 
 
 @cache
