@@ -165,12 +165,12 @@ class Policy:
         for rule in self.rules:
             if unknown := (rule.layers or frozenset()) - kinds.keys():
                 raise PolicyError(
-                    f"{rule.as_dict()} names layers {spans(unknown)}; layers with keys and "
+                    f"the rule {rule.as_dict()} names layers {spans(unknown)}; layers with keys and "
                     f"values to store are {spans(kinds) or 'none'}"
                 )
             if not any(rule.names(index, kind) for index, kind in kinds.items()):
                 raise PolicyError(
-                    f"{rule.as_dict()} names no layer of this model; its kinds are "
+                    f"the rule {rule.as_dict()} names no layer of this model; its kinds are "
                     f"{sorted(set(kinds.values()))}"
                 )
 
