@@ -31,7 +31,7 @@ def page(text: str) -> str:
         "policies": policies(recorded("policy")),
         "kl on a gpu": other_kl(recorded("h200")),
         "ppl": perplexities(recorded("h200")),
-        "needle": needles(recorded("h200")),
+        "needle": needles([*recorded("h200"), *recorded("needle")]),
         "models": models(rows),
     }
     for name, lines in tables.items():
@@ -107,13 +107,14 @@ def perplexities(rows: Sequence[Row]) -> Iterator[str]:
 
 def needles(rows: Sequence[Row]) -> Iterator[str]:
     """Facts found."""
-    yield "| arm | found | of | 95% interval |"
-    yield "|---|---|---|---|"
+    yield "| arm | on a prefix hit | found | of | 95% interval |"
+    yield "|---|---|---|---|---|"
     for row in rows:
         if row["measure"] == "needle":
             low, high = row["interval_95"]
             found, n = (sum(cell[key] for cell in row["cells"]) for key in ("found", "n"))
-            yield _line(f"`{row['arm']}`", found, n, f"{low:.0%} to {high:.0%}")
+            hit = "yes" if row["window"]["prefix_hit"] else "no"
+            yield _line(f"`{row['arm']}`", hit, found, n, f"{low:.0%} to {high:.0%}")
 
 
 def _line(*cells: Any) -> str:
