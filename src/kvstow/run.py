@@ -40,8 +40,9 @@ class DraftSummary:
 class Summary:
     """What one run did. Rates are tokens per second; memory is mlx's own peak, weights included.
 
-    The first token counts to the prompt, so the rate of a run of one token is 0. Of several
-    `processes`, bytes and memory are those of this one.
+    The first token counts to the prompt, so the rate of a run of one token is 0. The prompt is
+    without the `resumed_tokens`, which came out of a file. Of several `processes`, bytes and
+    memory are those of this one.
     """
 
     report: AttachReport
@@ -54,6 +55,7 @@ class Summary:
     finish_reason: str
     draft: DraftSummary | None = None
     processes: int = 1
+    resumed_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of ``kvstow generate --json``, all but the text."""
@@ -120,6 +122,7 @@ class Run:
         report: What `kvstow.attach` said of the model.
         cache: The model's prompt cache.
         drafting: What the draft model does, if there is one.
+        resumed_tokens: Tokens that the cache held before.
     """
 
     def __init__(
@@ -128,11 +131,13 @@ class Run:
         report: AttachReport,
         cache: list[Any],
         drafting: "Drafting | None" = None,
+        resumed_tokens: int = 0,
     ) -> None:
         self._responses = responses
         self._report = report
         self._cache = cache
         self._drafting = drafting
+        self._resumed_tokens = resumed_tokens
         self._last: Any = None
 
     def __iter__(self) -> Iterator[str]:
@@ -163,4 +168,5 @@ class Run:
             peak_memory_bytes=int(mx.get_peak_memory()),
             finish_reason=last.finish_reason,
             draft=None if self._drafting is None else self._drafting.summary(),
+            resumed_tokens=self._resumed_tokens,
         )

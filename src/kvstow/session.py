@@ -20,7 +20,9 @@ from kvstow.integrations.mlx_lm.probe import text_args
 from kvstow.integrations.mlx_lm.speculative import CachePair, why_untrimmable
 from kvstow.run import Drafting, Run, Summary
 
-__all__ = ["Draft", "Run", "Sampling", "Session", "Summary"]
+_BETWEEN = "\ue000\ue001"  # marks a place in a chat turn; no text has it: private use
+
+__all__ = ["Draft", "Prefix", "Run", "Sampling", "Session", "Summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,19 @@ class Draft:
     report: AttachReport
     num_draft_tokens: int
     context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that were computed before.
+
+    Attributes:
+        tokens: All of them.
+        cache: A prompt cache that holds them; the run that continues it changes it.
+    """
+
+    tokens: list[int]
+    cache: list[Any]
 
 
 class Session:
@@ -105,6 +120,64 @@ class Session:
         tokens = self._templated(prompt, system_prompt) if templated else None
         return self._checked(self.tokenizer.encode(prompt) if tokens is None else tokens)
 
+    def encode_part(
+        self,
+        text: str,
+        *,
+        continued: bool,
+        system_prompt: str | None = None,
+        chat_template: bool = True,
+    ) -> list[int]:
+        """Tokens of a part of a prompt, which is read in two parts.
+
+        As a chat turn both parts are of one user turn: the first ends where its text ends, and
+        the second begins with its own. The two are tokenised apart.
+
+        Args:
+            text: The part's.
+            continued: Whether it is the second.
+            system_prompt: Of the first.
+            chat_template: Whether there is a turn, where the tokenizer has a template.
+
+        Raises:
+            PromptError: As `encode`, or if the template does not leave the text as it is.
+        """
+        if not text.strip():
+            raise PromptError("the prompt is empty")
+        if not (chat_template and self.tokenizer.has_chat_template):
+            if continued:
+                return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return self.encode(text, system_prompt=system_prompt, chat_template=chat_template)
+        whole = f"{_BETWEEN}{text}" if continued else f"{text}{_BETWEEN}"
+        rendered: str = self._templated(whole, system_prompt, tokenize=False)
+        before, between, after = rendered.partition(_BETWEEN)
+        if not between:
+            raise PromptError("the model's chat template changes the text of a turn")
+        part = after if continued else before
+        return self._checked(self.tokenizer.encode(part, add_special_tokens=False))
+
+    def read(
+        self, tokens: list[int], *, on_prefill: Callable[[int, int], None] | None = None
+    ) -> list[Any]:
+        """A prompt cache that holds `tokens`, read in the same chunks as a prompt.
+
+        Args:
+            tokens: The prompt, or its first part.
+            on_prefill: Called with the tokens read so far and in all.
+
+        Raises:
+            PromptError: If there are none, or they leave no room in the model's context.
+        """
+        tokens = self._checked(tokens)
+        cache = make_prompt_cache(self.model)
+        for start in range(0, len(tokens), PREFILL_TOKENS):
+            chunk = tokens[start : start + PREFILL_TOKENS]
+            self.model(mx.array(chunk)[None], cache=cache)
+            mx.eval([c.state for c in cache])
+            if on_prefill:
+                on_prefill(start + len(chunk), len(tokens))
+        return cache
+
     def generate(
         self,
         tokens: list[int],
@@ -112,32 +185,38 @@ class Session:
         max_tokens: int,
         sampling: Sampling | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
+        prefix: Prefix | None = None,
     ) -> Run:
-        """Start a run with a fresh cache; nothing is computed before it is iterated over.
+        """Start a run; nothing is computed before it is iterated over.
 
         Args:
-            tokens: The prompt, from `encode`.
+            tokens: The prompt, from `encode`, or what follows `prefix`.
             max_tokens: Most tokens to generate; fewer where the model's context ends.
             sampling: How to draw them; the most likely ones if None.
             on_prefill: Called with the prompt tokens processed so far and in all; mlx-lm
                 never calls it when there is a draft.
+            prefix: What the cache holds already; it is a fresh one if None.
 
         Raises:
             PromptError: If the prompt is empty or leaves no room in the model's context.
             UnsupportedModel: If there is a draft, and so many tokens fill a sliding window,
-                from which no rejected token could be taken back.
+                from which no rejected token could be taken back, or a prefix, which the draft
+                model has not read.
             ValueError: If `max_tokens` is not positive.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        tokens = self._checked(tokens)
+        held = 0 if prefix is None else len(prefix.tokens)
+        tokens = self._checked(tokens, held)
         if self.context_tokens is not None:
-            max_tokens = min(max_tokens, self.context_tokens - len(tokens))
+            max_tokens = min(max_tokens, self.context_tokens - held - len(tokens))
         sampling = sampling or Sampling()
         top_k = sampling.top_k if sampling.top_k < self._vocabulary else 0  # that is, all
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
-        cache = make_prompt_cache(self.model)
+        if prefix is not None and self.draft is not None:
+            raise UnsupportedModel("the draft model has not read the prefix that is resumed")
+        cache = make_prompt_cache(self.model) if prefix is None else prefix.cache
         drafting, options = self._drafting(cache, len(tokens), max_tokens)
         mx.reset_peak_memory()
         responses = stream_generate(
@@ -150,7 +229,7 @@ class Session:
             prompt_progress_callback=on_prefill,
             **options,
         )
-        return Run(responses, self.report, cache, drafting)
+        return Run(responses, self.report, cache, drafting, held)
 
     def _drafting(
         self, cache: list[Any], n_prompt: int, max_tokens: int
@@ -181,18 +260,20 @@ class Session:
     def _vocabulary(self) -> int:
         return int(getattr(text_args(self.model), "vocab_size", None) or len(self.tokenizer.vocab))
 
-    def _templated(self, prompt: str, system_prompt: str | None) -> list[int]:
+    def _templated(self, prompt: str, system_prompt: str | None, *, tokenize: bool = True) -> Any:
         messages = [{"role": "user", "content": prompt}]
         if system_prompt is not None:
             messages.insert(0, {"role": "system", "content": system_prompt})
         try:
-            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            turn = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=tokenize
+            )
         except Exception as error:  # jinja2's own, raised by the text of a model's template
             raise PromptError(f"the model's chat template refuses the prompt: {error}") from error
-        return list(tokens)
+        return list(turn) if tokenize else turn
 
-    def _checked(self, tokens: list[int]) -> list[int]:
-        """`tokens`, if there are some and they leave room for one more.
+    def _checked(self, tokens: list[int], held: int = 0) -> list[int]:
+        """`tokens`, if there are some and they leave room for one more behind `held` others.
 
         Raises:
             PromptError: If not.
@@ -200,9 +281,9 @@ class Session:
         if not tokens:
             raise PromptError("the prompt is empty")
         limit = self.context_tokens
-        if limit is not None and len(tokens) >= limit:
+        if limit is not None and held + len(tokens) >= limit:
             raise PromptError(
-                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: "
+                f"the prompt has {held + len(tokens)} tokens and leaves no room for an answer: "
                 f"the model's context is {limit} tokens"
             )
         return list(tokens)

@@ -12,6 +12,7 @@ import click
 from kvstow.blas import use_fast_blas
 from kvstow.cli import draft as drafting
 from kvstow.cli import params, processes
+from kvstow.cli import resume as resuming
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import check_fetch, refuse
 from kvstow.integrations import attached
@@ -22,7 +23,7 @@ from kvstow.require import require
 from kvstow.scheme import Scheme
 
 if TYPE_CHECKING:
-    from kvstow.session import Run, Sampling, Session, Summary
+    from kvstow.session import Run, Session, Summary
 
 # Below this many prompt tokens a prefill is over before a bar can be read.
 LONG_PROMPT_TOKENS = 512
@@ -37,6 +38,7 @@ LONG_PROMPT_TOKENS = 512
 @params.prompt_file
 @click.option("--system-prompt", help="The system turn of the chat template.")
 @params.chat_template
+@resuming.option
 @click.option(
     "--max-tokens",
     "-m",
@@ -76,6 +78,7 @@ def generate(
     prompt_file: Path | None,
     system_prompt: str | None,
     chat_template: bool,
+    resume: Path | None,
     max_tokens: int,
     draft_model: str | None,
     num_draft_tokens: int | None,
@@ -92,14 +95,22 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     check_sampling(sampling)
-    stored = params.stored_under(kv_quant, kv_policy)
+    resumed = resuming.opened(resume)
+    stored = resumed.stored_under(kv_quant, kv_policy)
     check_fetch(fetch, [stored])
     team = processes.launched()
     drafting.check_options(draft_model, num_draft_tokens, team.size)
     if system_prompt is not None and not chat_template:
         raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
+    resumed.check_options(
+        system_prompt=system_prompt,
+        draft=draft_model,
+        chat_template=chat_template,
+        n_processes=team.size,
+    )
     config = read_config(model)
     refuse(config.config, [stored], fetch, dtype)
+    resumed.refuse_other(config.config, stored, fetch, dtype)
     processes.refuse_split(config.config, dtype, team)
     of_draft = Policy.of(stored).default  # rules are about the layers of the other model
     if draft_model is not None:
@@ -117,10 +128,15 @@ def generate(
         session: Session = runs.Session(
             loaded, tokenizer, report, context_tokens=config.context_length, draft=draft
         )
-        tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
+        prefix = resumed.load(loaded, tokenizer)
+        if prefix is None:
+            tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
+        else:
+            tokens = session.encode_part(text, continued=True, chat_template=chat_template)
         sampling["seed"] = processes.shared_seed(sampling["seed"], team)
         echo = team.is_first and not as_json
-        run, answer = _stream(session, tokens, max_tokens, runs.Sampling(**sampling), echo=echo)
+        options = {"max_tokens": max_tokens, "sampling": runs.Sampling(**sampling)}
+        run, answer = _stream(session, tokens, echo=echo, prefix=prefix, **options)
         summary = replace(run.summary(), processes=team.size)
     if as_json:
         team.print(json.dumps({"text": answer, **summary.as_dict()}))
@@ -174,6 +190,7 @@ def describe(summary: "Summary") -> str:
     lines = [
         "",
         f"scheme      {summary.report}",
+        *([f"resumed     {summary.resumed_tokens} tokens"] if summary.resumed_tokens else []),
         f"prompt      {summary.prompt_tokens} tokens, {summary.prompt_tokens_per_s:.1f} tokens/s",
         f"generation  {summary.generation_tokens} tokens, "
         f"{summary.generation_tokens_per_s:.1f} tokens/s ({summary.finish_reason})",
@@ -200,16 +217,11 @@ def describe(summary: "Summary") -> str:
 
 
 def _stream(
-    session: "Session",
-    tokens: list[int],
-    max_tokens: int,
-    sampling: "Sampling",
-    *,
-    echo: bool,
+    session: "Session", tokens: list[int], *, echo: bool, **options: Any
 ) -> tuple["Run", str]:
     shown = len(tokens) >= LONG_PROMPT_TOKENS and session.draft is None
     with progress_bar("prompt", shown=shown) as step:
-        run = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, on_prefill=step)
+        run = session.generate(tokens, on_prefill=step, **options)
         text = iter(run)
         first = next(text, "")
     pieces = []

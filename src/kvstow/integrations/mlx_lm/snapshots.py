@@ -1,0 +1,154 @@
+"""Save the prompt cache of a model in a file, and load it for the same model again."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvstow.errors import DamagedSnapshot, SnapshotError
+from kvstow.integrations.mlx_lm import probe, records
+from kvstow.integrations.mlx_lm.attach import attachment, plain_caches
+from kvstow.policy import Policy
+from kvstow.snapshot import Fingerprint, Manifest, Snapshot, Source, check_scheme, write
+from kvstow.snapshot.header import TensorInfo
+
+N_SAMPLES = 64  # of each parameter; a sum over all of it goes into the hash beside them
+
+
+def save(
+    path: Path,
+    cache: Sequence[Any],
+    tokens: Sequence[int],
+    *,
+    model: Any,
+    tokenizer: Any,
+    notes: Mapping[str, str] | None = None,
+) -> int:
+    """Write `cache` to a file at once or not at all; returns its bytes.
+
+    Args:
+        path: Where; a file that is there is replaced.
+        cache: The model's, of one sequence.
+        tokens: All that were appended to it.
+        model: The model that filled the cache, attached as it was then.
+        tokenizer: Of the tokens.
+        notes: Whatever else shall be remembered.
+
+    Raises:
+        SnapshotError: If the cache cannot be saved, or the file not written.
+    """
+    described = [records.describe(c) for c in cache]
+    held = np.asarray(tokens, np.uint32)
+    sources = {"tokens": Source("U32", held.shape, lambda: held)}
+    for i, (_, arrays) in enumerate(described):
+        sources |= records.sources(arrays, f"{i}.")
+    manifest = Manifest(
+        model=fingerprint(model),
+        tokenizer=vocabulary_id(tokenizer),
+        policy=_policy(model),
+        layers=tuple(record for record, _ in described),
+        n_tokens=len(held),
+        notes=notes or {},
+    )
+    try:
+        manifest.check({name: TensorInfo(x.dtype, x.shape) for name, x in sources.items()})
+    except DamagedSnapshot as error:
+        raise SnapshotError(f"this cache cannot be saved: {error}") from error
+    return write(path, manifest, sources)
+
+
+def load(snapshot: Snapshot, *, model: Any, tokenizer: Any) -> list[Any]:
+    """The cache in a file, for a model that is attached to the scheme it is stored under.
+
+    Args:
+        snapshot: The file. Every tensor is verified before anything is returned.
+        model: The model that filled the cache.
+        tokenizer: Of the model.
+
+    Raises:
+        OtherModel: If another model, or other weights, filled it.
+        OtherScheme: If the model is attached to another scheme.
+        OtherTokenizer: If its tokens are others.
+        SnapshotError: If the file is damaged.
+    """
+    check(snapshot.manifest, model)
+    snapshot.manifest.check_tokenizer(vocabulary_id(tokenizer))
+    snapshot.manifest.model.check(fingerprint(model))
+
+    def read(name: str) -> mx.array:
+        return records.to_mlx(snapshot.read(name), snapshot.tensors[name].dtype)
+
+    pairs = zip(make_prompt_cache(model), snapshot.manifest.layers, strict=True)
+    return [records.restored(c, record, read, f"{i}.") for i, (c, record) in enumerate(pairs)]
+
+
+def check(manifest: Manifest, model: Any) -> None:
+    """Refuse a cache that is not this model's, as far as its shape and schemes tell.
+
+    Args:
+        manifest: Of the cache.
+        model: The model; it may be a `kvstow.models.skeleton`, and should be attached.
+
+    Raises:
+        OtherModel: If the cache belongs to a model of another shape.
+        OtherScheme: If it is stored under other schemes than those attached.
+    """
+    manifest.model.check(_shape(model))
+    for i, (record, fresh) in enumerate(
+        zip(manifest.layers, make_prompt_cache(model), strict=True)
+    ):
+        check_scheme(i, record, records.describe(fresh)[0])
+
+
+def fingerprint(model: Any) -> Fingerprint:
+    """Which model this is; the same with and without a scheme."""
+    shape = _shape(model)
+    return Fingerprint(shape.architecture, shape.layers, weights_id(model))
+
+
+def weights_id(model: Any) -> str:
+    """A hash of the parameters as they are loaded, their dtypes and any adapter included.
+
+    Of each, the sum of its bits as whole numbers, which is exact in any order, and some
+    elements; so all are read once, on the device.
+    """
+    digest = hashlib.sha256()
+    parameters: Any = tree_flatten(model.parameters())
+    for name, x in sorted(parameters):
+        bits = x.reshape(-1).view(_bits(x.dtype))
+        parts = [mx.sum(bits), bits[:: max(1, bits.size // N_SAMPLES)]]
+        digest.update(f"{name} {x.shape} {x.dtype}\n".encode())
+        digest.update(b"".join(np.array(part).tobytes() for part in parts))
+    return digest.hexdigest()[:32]
+
+
+def vocabulary_id(tokenizer: Any) -> str:
+    """A hash of the tokens and their numbers."""
+    listed = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
+
+
+def _shape(model: Any) -> Fingerprint:
+    caches = plain_caches(model)
+    probe.fill(model, caches, (1,))
+    shapes = []
+    for cache in caches:
+        record, arrays = records.describe(cache)
+        infos = {k: TensorInfo(records.DTYPES[x.dtype], x.shape) for k, x in arrays.items()}
+        shapes.append(record.shape(infos, ""))
+    name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+    return Fingerprint(str(name), tuple(shapes))
+
+
+def _policy(model: Any) -> Policy:
+    attached = attachment(model)
+    return Policy.of("off" if attached is None else attached.report.scheme)
+
+
+def _bits(dtype: mx.Dtype) -> mx.Dtype:
+    return {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[dtype.size]
