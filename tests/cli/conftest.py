@@ -70,7 +70,7 @@ def refused(cli):
 @pytest.fixture
 def no_load(monkeypatch):
     """Fail where weights would be loaded or converted."""
-    for command in ("generate", "bench", "draft"):
+    for command in ("generate", "bench", "draft", "cache.save"):
         module = pytest.importorskip(f"kvstow.cli.{command}")
         monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("weights are loaded"))
 

@@ -32,6 +32,7 @@ KEYS = {
     "peak_memory_bytes",
     "draft",
     "processes",
+    "resumed_tokens",
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvstow.cli import COMMANDS, Main, main
+from kvstow.cli.cache import COMMANDS as CACHE_COMMANDS
 from kvstow.cli.eval import COMMANDS as EVAL_COMMANDS
 from kvstow.cli.lazy import LazyGroup
 from kvstow.cli.params import kv_quant, size
@@ -73,7 +74,9 @@ def test_an_unknown_command_is_a_usage_error():
 
 
 @pytest.mark.mlx
-@pytest.mark.parametrize("commands", [COMMANDS, EVAL_COMMANDS], ids=["kvstow", "eval"])
+@pytest.mark.parametrize(
+    "commands", [COMMANDS, EVAL_COMMANDS, CACHE_COMMANDS], ids=["kvstow", "eval", "cache"]
+)
 def test_the_list_of_commands_says_what_each_command_says(commands):
     pytest.importorskip("mlx_lm")
     group = LazyGroup("group", commands=commands)

@@ -18,7 +18,7 @@ def test_import_kvstow_loads_no_framework_and_no_terminal_library():
     assert not modules_after("import kvstow") & (FRAMEWORKS | TERMINAL)
 
 
-@pytest.mark.parametrize("module", ["scheme", "codec", "codec.reference", "capacity"])
+@pytest.mark.parametrize("module", ["scheme", "codec", "codec.reference", "capacity", "snapshot"])
 def test_the_definition_runs_on_numpy_alone(module):
     assert not modules_after(f"import kvstow.{module}") & (FRAMEWORKS | TERMINAL)
 

@@ -18,7 +18,10 @@ from kvstow.errors import KvstowError
 
 COMMANDS = {
     "generate": ("kvstow.cli.generate", "Answer a prompt with the KV cache stored under a scheme."),
-    "cache": ("kvstow.cli.cache", "Save the KV cache of a long prompt, to use it many times."),
+    "cache": (
+        "kvstow.cli.cache",
+        "Save the KV cache of a long prompt once, and use it many times.",
+    ),
     "fit": ("kvstow.cli.fit", "Say what a context costs under each scheme, without weights."),
     "bench": (
         "kvstow.cli.bench",

@@ -50,12 +50,12 @@ def check_options(draft_model: str | None, num_draft_tokens: int | None, n_proce
         raise click.UsageError("--num-draft-tokens needs --draft-model, got none")
 
 
-def refuse_draft(model: ModelConfig, draft_model: str, how: How) -> None:
+def refuse_draft(model: ModelConfig, draft_model: str | None, how: How) -> None:
     """Refuse two models that cannot decode speculatively, from their configs.
 
     Args:
         model: What is known of the model.
-        draft_model: The draft model's name.
+        draft_model: The draft model's name; None where none is asked.
         how: Of both.
 
     Raises:
@@ -64,6 +64,8 @@ def refuse_draft(model: ModelConfig, draft_model: str, how: How) -> None:
         UnsupportedModel: If `attach` refuses the draft model, a cache cannot be trimmed, or
             their vocabularies differ.
     """
+    if draft_model is None:
+        return
     scheme, fetch, dtype = how
     try:
         draft = read_config(draft_model)

@@ -100,8 +100,7 @@ def generate(
     check_fetch(fetch, [stored])
     team = processes.launched()
     drafting.check_options(draft_model, num_draft_tokens, team.size)
-    if system_prompt is not None and not chat_template:
-        raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
+    check_turn(system_prompt, chat_template)
     resumed.check_options(
         system_prompt=system_prompt,
         draft=draft_model,
@@ -113,8 +112,7 @@ def generate(
     resumed.refuse_other(config.config, stored, fetch, dtype)
     processes.refuse_split(config.config, dtype, team)
     of_draft = Policy.of(stored).default  # rules are about the layers of the other model
-    if draft_model is not None:
-        drafting.refuse_draft(config, draft_model, (of_draft, fetch, dtype))
+    drafting.refuse_draft(config, draft_model, (of_draft, fetch, dtype))
     team.say(use_fast_blas().notice)
     with progress_bar("loading") as step:
         loaded, tokenizer = load(model, dtype=dtype, progress=step, group=team.group)
@@ -129,19 +127,18 @@ def generate(
             loaded, tokenizer, report, context_tokens=config.context_length, draft=draft
         )
         prefix = resumed.load(loaded, tokenizer)
-        if prefix is None:
-            tokens = session.encode(text, system_prompt=system_prompt, chat_template=chat_template)
-        else:
-            tokens = session.encode_part(text, continued=True, chat_template=chat_template)
+        turn = {"system_prompt": system_prompt, "chat_template": chat_template}
+        tokens = _encode(session, text, turn, continued=prefix is not None)
         sampling["seed"] = processes.shared_seed(sampling["seed"], team)
-        echo = team.is_first and not as_json
-        options = {"max_tokens": max_tokens, "sampling": runs.Sampling(**sampling)}
-        run, answer = _stream(session, tokens, echo=echo, prefix=prefix, **options)
+        options = {
+            "max_tokens": max_tokens,
+            "sampling": runs.Sampling(**sampling),
+            "echo": team.is_first and not as_json,
+            "prefix": prefix,
+        }
+        run, answer = _stream(session, tokens, **options)
         summary = replace(run.summary(), processes=team.size)
-    if as_json:
-        team.print(json.dumps({"text": answer, **summary.as_dict()}))
-    else:
-        team.say(describe(summary))
+    _print(team, answer, summary, as_json=as_json)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -169,6 +166,16 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not text.strip():
         raise click.UsageError(f"the prompt is empty ({source})")
     return text
+
+
+def check_turn(system_prompt: str | None, chat_template: bool) -> None:
+    """Refuse a system turn where there are no turns.
+
+    Raises:
+        click.UsageError: If there is one.
+    """
+    if system_prompt is not None and not chat_template:
+        raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
 
 
 def check_sampling(options: dict[str, Any]) -> None:
@@ -214,6 +221,19 @@ def describe(summary: "Summary") -> str:
     if kv.nonfinite_groups:
         lines.append(f"warning     {kv.nonfinite_groups} groups of NaN or inf from the model")
     return "\n".join(lines)
+
+
+def _encode(session: "Session", text: str, turn: dict[str, Any], *, continued: bool) -> list[int]:
+    if continued:
+        return session.encode_part(text, continued=True, **turn)
+    return session.encode(text, **turn)
+
+
+def _print(team: processes.Processes, answer: str, summary: "Summary", *, as_json: bool) -> None:
+    if as_json:
+        team.print(json.dumps({"text": answer, **summary.as_dict()}))
+    else:
+        team.say(describe(summary))
 
 
 def _stream(

@@ -8,7 +8,7 @@ import click
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import params
-from kvstow.cli.generate import LONG_PROMPT_TOKENS, read_prompt
+from kvstow.cli.generate import LONG_PROMPT_TOKENS, check_turn, read_prompt
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import refuse
 from kvstow.errors import ForeignSnapshot, SnapshotError
@@ -60,8 +60,7 @@ def save(
     """
     text = read_prompt(prompt, prompt_file)
     stored = params.stored_under(kv_quant, kv_policy)
-    if system_prompt is not None and not chat_template:
-        raise click.UsageError("--system-prompt needs the chat template, got --no-chat-template")
+    check_turn(system_prompt, chat_template)
     check_output(output)
     config = read_config(model)
     refuse(config.config, [stored], "auto", dtype)
