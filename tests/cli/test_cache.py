@@ -1,6 +1,7 @@
 """A prompt is read once, and many runs go on from the file."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -141,6 +142,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_weights_load(refused, 
     other.write_bytes(b"weights, not a cache")
     assert "it is not replaced" in refused(*args, other, code=2)
     assert other.read_bytes() == b"weights, not a cache"
+    assert "no file" in refused(*args, os.devnull, code=2)
 
 
 def test_a_saved_cache_is_replaced_be_it_damaged_or_not(saved):

@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     "list": (),
 }
 EXACT = ("keys", "values")
-AFFINE = tuple(f"{x}_{part}" for x in EXACT for part in ("codes", "scales", "biases"))
+AFFINE = tuple(f"{x}_{part}" for x in ("key", "value") for part in ("codes", "scales", "biases"))
 PACKED = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
 OF_ROWS = ("left_padding", "lengths")  # of an arrays cache in a batch
 MAX_ARRAYS = 1 << 10

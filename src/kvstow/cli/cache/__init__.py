@@ -6,7 +6,7 @@ from kvstow.cli.lazy import LazyGroup
 
 COMMANDS = {
     "save": ("kvstow.cli.cache.save", "Read a prompt and save its KV cache in a file."),
-    "show": ("kvstow.cli.cache.show", "Say what a file holds, and check every byte of it."),
+    "show": ("kvstow.cli.cache.show", "Say what FILE holds, and check every byte of it."),
 }
 
 

@@ -109,6 +109,8 @@ def check_output(output: Path) -> None:
         raise click.UsageError(f"--output: there is no directory {output.parent}")
     if not output.exists():
         return
+    if not output.is_file():
+        raise click.UsageError(f"--output: {output} is there and no file")
     try:
         Snapshot(output).close()
     except ForeignSnapshot as error:
