@@ -165,8 +165,8 @@ class Policy:
         for rule in self.rules:
             if unknown := (rule.layers or frozenset()) - kinds.keys():
                 raise PolicyError(
-                    f"the rule {rule.as_dict()} names layers {spans(unknown)}; layers with keys and "
-                    f"values to store are {spans(kinds) or 'none'}"
+                    f"the rule {rule.as_dict()} names layers {spans(unknown)}; layers with keys "
+                    f"and values to store are {spans(kinds) or 'none'}"
                 )
             if not any(rule.names(index, kind) for index, kind in kinds.items()):
                 raise PolicyError(
