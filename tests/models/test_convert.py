@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvstow import ModelFileError
+from kvstow.cache_dir import cache_dir
 from kvstow.models import convert as module
 from kvstow.models import read_config
-from kvstow.models.cache_dir import cache_dir
 from kvstow.models.convert import ABANDONED_AFTER_S, convert, converted_dir
 from kvstow.models.skeleton import config_dtype
 

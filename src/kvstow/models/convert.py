@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvstow.cache_dir import Progress, cache_dir, file_sha256
 from kvstow.errors import ModelFileError
 from kvstow.models.architectures import architecture_of, make_config
-from kvstow.models.cache_dir import Progress, cache_dir, file_sha256
 from kvstow.models.gguf_file import GgufFile, read_gguf
 from kvstow.models.tokenizer import save_tokenizer
 from kvstow.models.weights import DTYPES, check_dtype, check_kinds, kept_tensors, write_weights

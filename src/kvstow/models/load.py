@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from kvstow.cache_dir import Progress
 from kvstow.errors import ModelFileError
-from kvstow.models.cache_dir import Progress
 from kvstow.models.config import hub_config
 from kvstow.models.convert import convert
 from kvstow.models.locate import locate

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstow.cache_dir import Progress
 from kvstow.errors import ModelFileError
 from kvstow.models.architectures import ROPE_FACTORS, mlx_name, unpermute
-from kvstow.models.cache_dir import Progress
 from kvstow.models.gguf_file import GgufFile, Tensor
 from kvstow.require import require
 

@@ -1,4 +1,4 @@
-"""Where converted models are kept between runs, and how a file is recognised.
+"""Where what can be made again is kept between runs, and how a file is recognised.
 
 ``KVSTOW_CACHE`` names the directory; without it, the platform's own place for
 caches is used. Everything in it can be deleted at any time.
@@ -51,11 +51,11 @@ def file_sha256(path: Path, progress: Progress | None = None) -> str:
                     progress(done, stat.st_size, f"Reading {path.name}")
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror}") from error
-    _write_note(note, digest.hexdigest())
+    write_note(note, digest.hexdigest())
     return digest.hexdigest()
 
 
-def _write_note(note: Path, text: str) -> None:
+def write_note(note: Path, text: str) -> None:
     """Write a small file at once or not at all; a cache that cannot be written is no error here."""
     with contextlib.suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
