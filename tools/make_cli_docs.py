@@ -22,10 +22,11 @@ that cannot be read; 130 after an interrupt.
 
 ## Environment variables
 
-- `KVSTOW_CACHE`: the directory for converted GGUF models; by default `kvstow` in the platform's
-  cache directory, `~/.cache/kvstow` on Linux. A converted SmolLM2 takes 538 MB. Everything in it
-  can be deleted at any time. A conversion that is killed leaves a partial directory, which a
-  later conversion of the same file removes once it is a day old.
+- `KVSTOW_CACHE`: the directory for converted GGUF models, and for what kernels' self-checks have
+  found; by default `kvstow` in the platform's cache directory, `~/.cache/kvstow` on Linux. A
+  converted SmolLM2 takes 538 MB. Everything in it can be deleted at any time. A conversion that is
+  killed leaves a partial directory, which a later conversion of the same file removes once it is a
+  day old.
 - `KVSTOW_BLAS`: the BLAS that mlx uses on a CPU under Linux: `auto` (the default: OpenBLAS if it
   is installed, else MKL, else mlx's own), `off` (mlx's own), `openblas` or `mkl`. One that is
   named and cannot be used is an error.

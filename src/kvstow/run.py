@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstow.attention import fused
 from kvstow.integrations import AttachReport, KVUsage, usage
 from kvstow.integrations.mlx_lm.speculative import proposed
 
@@ -42,7 +43,9 @@ class Summary:
 
     The first token counts to the prompt, so the rate of a run of one token is 0. The prompt is
     without the `resumed_tokens`, which came out of a file. Of several `processes`, bytes and
-    memory are those of this one.
+    memory are those of this one. `attention_calls` counts, under the fused path, calls of
+    attention over packed tokens: ``"kernel"`` those that kernels took, and under a reason those
+    that they did not. The draft model's are among them.
     """
 
     report: AttachReport
@@ -56,6 +59,7 @@ class Summary:
     draft: DraftSummary | None = None
     processes: int = 1
     resumed_tokens: int = 0
+    attention_calls: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields of ``kvstow generate --json``, all but the text."""
@@ -139,6 +143,7 @@ class Run:
         self._drafting = drafting
         self._resumed_tokens = resumed_tokens
         self._last: Any = None
+        self._calls = fused.counts()
 
     def __iter__(self) -> Iterator[str]:
         """The text as it comes."""
@@ -169,4 +174,5 @@ class Run:
             finish_reason=last.finish_reason,
             draft=None if self._drafting is None else self._drafting.summary(),
             resumed_tokens=self._resumed_tokens,
+            attention_calls=dict(fused.counts() - self._calls),
         )

@@ -14,6 +14,7 @@ command = pytest.importorskip("kvstow.cli.generate")
 
 SCHEMES = ("off", "affine:8", "affine:4", "affine:8g32", "turbo", "turbo:k4v2", "turbo:k8v3+stored")
 KEYS = {
+    "attention_calls",
     "text",
     "scheme",
     "fetch",
@@ -85,6 +86,12 @@ def test_json_is_one_object_with_the_documented_keys(generate):
     assert report["generation_tokens_per_s"] > 0
     assert report["peak_memory_bytes"] > report["kv_bytes"]
     assert report["draft"] is None
+    assert report["attention_calls"] == {}
+
+
+def test_fused_without_a_gpu_is_refused_before_weights_load(refused, no_load, tiny):  # noqa: ARG001
+    args = ("generate", "--model", tiny.llama, "--prompt", "hi", "--fetch", "fused")
+    assert "fused kernels need an NVIDIA GPU: mlx has no CUDA" in refused(*args, code=1)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -155,7 +162,7 @@ def test_a_width_that_there_is_not_is_a_usage_error_with_those_there_are(refused
         ["--max-tokens", "0"],
         ["--temp", "-1"],
         ["--top-p", "2"],
-        ["--fetch", "fused"],
+        ["--fetch", "fast"],
         ["--dtype", "int8"],
         ["--prompt-file", "absent"],
     ],

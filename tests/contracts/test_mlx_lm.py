@@ -1,7 +1,9 @@
 """What kvstow assumes about mlx-lm. A failure here is upstream news, not a bug."""
 
 import inspect
+import re
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -401,3 +403,19 @@ def test_a_response_has_the_fields_that_we_read(model):
     assert last.generation_tps > 0
     assert last.peak_memory >= 0
     assert replies[0].finish_reason is None
+
+
+def test_no_model_changes_a_mask_in_place():
+    """`attention.masks` knows a mask by its object: changed in place, it would mean another."""
+    folder = Path(base.__file__).parent
+    changed = re.compile(
+        r"^\s*\w*mask\w*(\[[^\]]*\])? *([|&^+*-]=)|^\s*\w*mask\[[^\]\"']*\] *=[^=]"
+    )
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(folder.glob("*.py"))
+        if path.name != "cache.py"  # where masks are made
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if changed.search(line)
+    ]
+    assert found == []

@@ -25,13 +25,15 @@ class PackedWindow:
     """Stored keys and values on their way from a cache to `attend`.
 
     `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
-    first `n_tokens` tokens are the window.
+    first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
+    see `fused.attend`; here it changes nothing.
     """
 
     keys: PackedKeys
     values: PackedValues
     n_tokens: int
     scheme: Turbo
+    fused: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -12,6 +12,7 @@ from kvstow.cli.console import table_console
 from kvstow.cli.params import as_json, kv_policy, kv_quants, model, size
 from kvstow.errors import PolicyError, UnsupportedModel
 from kvstow.integrations import attached
+from kvstow.integrations.report import fetch_of
 from kvstow.models import read_config, skeleton
 from kvstow.policy import Policy
 from kvstow.require import require
@@ -77,7 +78,8 @@ def fit(
         row: dict[str, Any] = {"scheme": str(scheme)}
         try:
             if not isinstance(Policy.of(scheme).uniform, Off):
-                with attached(bare, scheme):
+                # Eager runs wherever another path does, and needs no kernel to be checked.
+                with attached(bare, scheme, fetch=fetch_of(scheme, "eager")):
                     pass
             row |= _costs(shape, scheme, room_bytes, tokens)
         except PolicyError as error:

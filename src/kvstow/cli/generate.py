@@ -208,6 +208,9 @@ def describe(summary: "Summary") -> str:
     ]
     if summary.processes > 1:
         lines.append(f"processes   {summary.processes}; bytes are those of one")
+    if calls := summary.attention_calls:
+        said = ", ".join(f"{n} {what}" for what, n in calls.items())
+        lines.append(f"attention   calls over packed tokens: {said}")
     if kv.compression_ratio < 1:
         lines.append("            (what is not quantised has the model's own, wider dtype)")
     if (draft := summary.draft) is not None:

@@ -134,11 +134,12 @@ chat_template = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 fetch = click.option(
     "--fetch",
-    type=click.Choice(["auto", "eager", "deferred"]),
+    type=click.Choice(["auto", "eager", "deferred", "fused"]),
     default="auto",
     show_default=True,
     help="How attention reaches packed tokens: eager decodes keys and values, deferred "
-    "un-rotates the output instead of every value; auto is deferred where the model can.",
+    "un-rotates the output instead of every value, fused leaves steps of few tokens to kernels "
+    "(NVIDIA GPUs); auto is the last of these that model and machine can do.",
 )
 dtype = click.option(
     "--dtype",

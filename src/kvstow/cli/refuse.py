@@ -70,8 +70,10 @@ def refuse(
 
 
 def _refusal(model: Any, scheme: Scheme | Policy, fetch: Fetch) -> UnsupportedModel | None:
+    # Eager runs wherever auto finds a path, and needs no kernel to be checked.
+    path = fetch_of(scheme, "eager" if fetch == "auto" else fetch)
     try:
-        with attached(model, scheme, fetch=fetch_of(scheme, fetch)):
+        with attached(model, scheme, fetch=path):
             return None
     except PolicyError as error:
         raise click.UsageError(str(error)) from error

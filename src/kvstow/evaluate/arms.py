@@ -4,7 +4,7 @@ A scheme is an arm, and so is a part of one, so that a figure can be traced to
 what causes it. An arm has one spelling, ``Arm.parse(str(a)) == a``::
 
     <scheme>                     as `attach` runs it: fetch auto
-    <turbo>@eager | @deferred    by that path of attention
+    <turbo>@eager | @deferred | @fused   by that path of attention
     <turbo>@keys | @values       only keys, or only values, quantised  (simulated)
     <scheme>@layer<N>            only the N-th cache of the model quantised
     <turbo>@full                 only layers with full attention, no sliding windows
@@ -30,7 +30,7 @@ from kvstow.scheme import GROUP_SIZE, SCALE_BYTES, Off, Scheme, Turbo
 
 PAPER_BITS = range(1, 9)
 GRAMMAR = (
-    "<scheme>, <turbo>@eager, <turbo>@deferred, <turbo>@keys, <turbo>@values, "
+    "<scheme>, <turbo>@eager, <turbo>@deferred, <turbo>@fused, <turbo>@keys, <turbo>@values, "
     "<scheme>@layer<N>, <turbo>@full, off@bfloat16, off@float16, policy:<file>, paper:mse<1..8> or "
     "paper:prod<1..8>"
 )

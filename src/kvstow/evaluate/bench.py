@@ -26,9 +26,15 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from kvstow.capacity import PREFILL_TOKENS
-from kvstow.codec import mlx as codec
 from kvstow.integrations import attached, usage
-from kvstow.integrations.mlx_lm import DeferredKVCache, PackedKVCache, convert, deferred
+from kvstow.integrations.mlx_lm import (
+    DeferredKVCache,
+    FusedKVCache,
+    PackedKVCache,
+    convert,
+    deferred,
+)
+from kvstow.integrations.mlx_lm.encode import encode
 from kvstow.integrations.mlx_lm.shape import read_shape
 from kvstow.integrations.report import Fetch, fetch_of
 from kvstow.scheme import Affine, Off, Scheme
@@ -229,14 +235,16 @@ def _alone_ms(caches: list[Any], part: Callable[[Any], Any]) -> float:
 
 
 def _attention(cache: Any, n_heads: int) -> Any:
-    if isinstance(cache, DeferredKVCache) and cache.is_packed:
-        keys = values = cache.window()
+    dtype = mx.float32
+    if isinstance(cache, DeferredKVCache | FusedKVCache) and cache.is_packed:
+        keys = values = replace(cache.window(), fused=cache.fused)
         head_dim = keys.head_dim
+        dtype = cache.dtype if cache.fused else dtype  # the kernel that decoding has used
     else:
         keys, values = cache.keys_and_values()
         plain = keys if isinstance(keys, mx.array) else keys[0]
         head_dim = plain.shape[-1] * (1 if keys is plain else 32 // cache.bits)
-    queries = mx.random.normal((1, n_heads, 1, head_dim))
+    queries = mx.random.normal((1, n_heads, 1, head_dim)).astype(dtype)
     return base.scaled_dot_product_attention(queries, keys, values, cache, head_dim**-0.5, None)
 
 
@@ -249,9 +257,6 @@ def _encode(cache: Any) -> Any:
     if isinstance(cache, PackedKVCache) and cache.is_packed:
         window = cache.window()
         x = mx.random.normal((*window.keys.scales.shape[:2], 1, window.head_dim))
-        s = cache.scheme
-        return (
-            codec.encode_keys(x, bits=s.key_bits, guard=True, search=s.search),
-            codec.encode_values(x, bits=s.value_bits, guard=True, search=s.search),
-        )
+        x = x.astype(cache.dtype) if cache.fused else x
+        return encode(cache.scheme, x, x, fused=cache.fused)
     return ()

@@ -7,7 +7,7 @@ nothing that the caller has not.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from kvstow.errors import KvstowWarning, UnsupportedModel
 from kvstow.integrations.report import AttachReport, Fetch, KVUsage
@@ -37,7 +37,10 @@ def attach(
         scheme: See `Scheme`; or a `Policy`, where layers take different ones.
         fetch: ``"eager"`` decodes the window for the host's attention; ``"deferred"``
             un-rotates the output instead of every value, and is refused where the
-            model's own code needs real arrays; ``"auto"`` takes deferred where it can.
+            model's own code needs real arrays; ``"fused"`` lets kernels attend to what is
+            stored in steps of few tokens, on an NVIDIA GPU, and is deferred in others;
+            ``"auto"`` takes fused where it can, else deferred, else eager. A kernel is compared
+            with the definition before it first serves on a machine.
 
     Returns:
         Per layer, what is quantised and what stays and why.
@@ -45,9 +48,10 @@ def attach(
     Raises:
         SchemeError: If `scheme` is not in the grammar.
         PolicyError: If it is a policy about layers that the model does not have.
-        ValueError: If `fetch` is not one of the three.
+        ValueError: If `fetch` is not one of the four.
         UnsupportedModel: If the scheme cannot store this model's keys and values,
-            or would apply to no layer. Nothing has been changed then.
+            or would apply to no layer, or the model or the machine cannot do `fetch`. Nothing
+            has been changed then.
     """
     return _attach(model, scheme, fetch, stacklevel=3)
 
@@ -94,8 +98,9 @@ def usage(cache: list[Any]) -> KVUsage:
 
 def _attach(model: Any, scheme: Any, fetch: Fetch, *, stacklevel: int) -> AttachReport:
     policy = Policy.of(scheme)
-    if fetch not in ("auto", "eager", "deferred"):
-        raise ValueError(f"fetch must be 'auto', 'eager' or 'deferred', got {fetch!r}")
+    if fetch not in get_args(Fetch):
+        allowed = ", ".join(map(repr, get_args(Fetch)))
+        raise ValueError(f"fetch must be one of {allowed}, got {fetch!r}")
     adapter = _adapter(model)
     before = adapter.attachment(model)
     report: AttachReport = adapter.attach(model, policy, fetch)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from kvstow.policy import Policy, spans
 from kvstow.scheme import Scheme, Turbo
 
-Fetch = Literal["auto", "eager", "deferred"]
+Fetch = Literal["auto", "eager", "deferred", "fused"]
 
 
 def has_turbo(scheme: Scheme | Policy) -> bool:
@@ -28,10 +28,11 @@ class LayerReport:
         scheme: Of the layer's keys and values; off for a layer that stays as it was. A recurrent
             part of the layer always stays.
         reason: Why it stays; empty for a quantised layer.
-        fetch: How the layer's attention reaches what is stored: ``"eager"`` or
-            ``"deferred"`` under turbo, ``"host"`` where the cache is the host's own.
+        fetch: How the layer's attention reaches what is stored: ``"eager"``, ``"deferred"`` or
+            ``"fused"`` under turbo, ``"host"`` where the cache is the host's own.
         kind: ``"full"`` or ``"sliding"`` where attention has keys and values that a scheme could
             store, or None.
+        fetch_reason: Why the layer is not fused, on a machine with kernels; empty if it is.
     """
 
     index: int
@@ -39,6 +40,7 @@ class LayerReport:
     reason: str
     fetch: str
     kind: str | None = None
+    fetch_reason: str = ""
 
     @property
     def quantised(self) -> bool:
@@ -52,9 +54,10 @@ class AttachReport:
 
     Attributes:
         scheme: What was asked for: a policy, if layers differ.
-        fetch: The path of the layers under turbo, ``"eager"`` or ``"deferred"``; ``"host"``
-            if there is none.
-        fetch_reason: Why that path, when ``"auto"`` could not take the faster one.
+        fetch: The path of the layers under turbo, ``"eager"``, ``"deferred"`` or ``"fused"``;
+            ``"host"`` if there is none. Where some layers could not be fused, they are deferred.
+        fetch_reason: Why that path, when ``"auto"`` could not take the faster one; of fused,
+            which steps it leaves to deferred.
         layers: One report per cache of the model.
         warnings: Why the scheme is likely not what was wanted; `attach` warns of the same.
     """
@@ -91,19 +94,39 @@ class AttachReport:
     def as_dict(self) -> dict[str, Any]:
         """``{"quantised": int, "kept": int, "reasons": {reason: [index, ...]}}``.
 
-        With ``"schemes": {scheme: [index, ...]}`` under a policy.
+        With ``"schemes": {scheme: [index, ...]}`` under a policy. Where layers are fused or
+        failed to be, with ``"paths": {path: [index, ...]}`` and ``"path_reasons": {reason:
+        [index, ...]}`` of those that failed.
         """
         n_kept = len(self.layers) - self.n_quantised
         counts = {"quantised": self.n_quantised, "kept": n_kept, "reasons": self.kept}
         if isinstance(self.scheme, Policy):
             counts["schemes"] = {str(scheme): at for scheme, at in self.schemes.items()}
+        if self.fetch == "fused" or self.not_fused:
+            paths: dict[str, list[int]] = {}
+            for layer in self.layers:
+                if layer.quantised:
+                    paths.setdefault(layer.fetch, []).append(layer.index)
+            counts |= {"paths": paths, "path_reasons": self.not_fused}
         return counts
+
+    @property
+    def not_fused(self) -> dict[str, list[int]]:
+        """Reason to the indices of the layers that the kernels could not serve for it."""
+        reasons: dict[str, list[int]] = {}
+        for layer in self.layers:
+            if layer.fetch_reason:
+                reasons.setdefault(layer.fetch_reason, []).append(layer.index)
+        return reasons
 
     def __str__(self) -> str:
         name = "policy" if isinstance(self.scheme, Policy) else self.scheme
         lines = [f"{name}: {self.n_quantised} of {len(self.layers)} layers, {self.fetch}"]
         if self.fetch_reason:
             lines.append(f"  {self.fetch}: {self.fetch_reason}")
+        if self.fetch == "fused":
+            for reason, indices in self.not_fused.items():
+                lines.append(f"  deferred {len(indices)} ({spans(indices)}): {reason}")
         if isinstance(self.scheme, Policy):
             for scheme, indices in self.schemes.items():
                 lines.append(f"  {scheme} {len(indices)} ({spans(indices)})")

@@ -2,9 +2,10 @@
 
 from kvstow.integrations.mlx_lm.attach import attach, attachment, convert, detach, restore
 from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
-from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.cache import DeferredKVCache, FusedKVCache, PackedKVCache
 from kvstow.integrations.mlx_lm.rotating import (
     DeferredRotatingKVCache,
+    FusedRotatingKVCache,
     PackedBatchRotatingKVCache,
     PackedRotatingKVCache,
 )
@@ -15,6 +16,8 @@ __all__ = [
     "DeferredBatchKVCache",
     "DeferredKVCache",
     "DeferredRotatingKVCache",
+    "FusedKVCache",
+    "FusedRotatingKVCache",
     "PackedBatchKVCache",
     "PackedBatchRotatingKVCache",
     "PackedKVCache",

@@ -5,7 +5,6 @@ sets that attribute on the instance to a `CacheFactory`; detaching takes it
 away, so the attribute itself is the only state.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +15,10 @@ from mlx_lm.models import cache as host
 from kvstow.capacity import LayerShape, check_layer
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred, hardness, members, probe
-from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
-from kvstow.integrations.mlx_lm.rotating import DeferredRotatingKVCache, PackedRotatingKVCache
+from kvstow.integrations.mlx_lm.paths import HOOKED, choose, under
 from kvstow.integrations.report import AttachReport, LayerReport
 from kvstow.policy import Policy
-from kvstow.scheme import Affine, Off, Scheme, Turbo
+from kvstow.scheme import Affine, Off, Scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +37,10 @@ class CacheFactory(deferred.Owner):
 
     def __call__(self) -> list[Any]:
         """A prompt cache: the quantised layers under the scheme, the others as before."""
-        if self.report.fetch == "deferred":
+        if self.is_hooked:
             deferred.install(self)  # the copy of an attached model comes here first
-        plain = _plain(self.model(), self.own)
-        return _under(self._schemes, self.report.fetch, plain)
+        paths = {layer.index: layer.fetch for layer in self.report.layers}
+        return under(self._schemes, paths, _plain(self.model(), self.own))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CacheFactory":
         """The factory of the copied model."""
@@ -61,6 +59,11 @@ class CacheFactory(deferred.Owner):
         ]
 
     @property
+    def is_hooked(self) -> bool:
+        """Whether windows are on their way to `deferred.attention`."""
+        return self.report.fetch in HOOKED
+
+    @property
     def _schemes(self) -> dict[int, Scheme]:
         return {layer.index: layer.scheme for layer in self.report.layers if layer.quantised}
 
@@ -75,22 +78,28 @@ def attach(model: Any, policy: Policy, fetch: str) -> AttachReport:
     filled, kept = _decide(model, policy)
     shapes = {i: shape for i, shape in filled.items() if not kept[i]}
     schemes = {i: policy.of_layer(i, shape.kind) for i, shape in shapes.items()}
-    path, why = _choose_fetch(model, schemes, fetch)
+    new_caches = partial(plain_caches, model)
+    paths = choose(model, schemes, shapes, fetch, new_caches)
     kinds = {i: shape.kind for i, shape in filled.items()}
     reports = tuple(
-        LayerReport(i, scheme, reason, _path_of(scheme, path), kinds.get(i))
+        LayerReport(
+            i,
+            schemes.get(i, Off()),
+            reason,
+            paths.layers.get(i, "host"),
+            kinds.get(i),
+            paths.reasons.get(i, ""),
+        )
         for i, reason in enumerate(kept)
-        for scheme in (schemes.get(i, Off()),)
     )
-    new_caches = partial(plain_caches, model)
-    warnings = tuple(
+    warnings = paths.warnings + tuple(
         warning
         for scheme in policy.schemes
         for warning in hardness.advice(
             model, scheme, {i: s for i, s in shapes.items() if schemes[i] == scheme}, new_caches
         )
     )
-    report = AttachReport(policy.uniform or policy, path, why, reports, warnings)
+    report = AttachReport(policy.uniform or policy, paths.fetch, paths.reason, reports, warnings)
     factory = CacheFactory(ref(model), report, _own_maker(model))
     restore(model, factory if schemes else None)
     return report
@@ -111,7 +120,7 @@ def restore(model: Any, factory: CacheFactory | None) -> None:
     """Put `factory` in the place of whatever is attached to the model now."""
     before = attachment(model)
     if factory is not None:
-        if factory.report.fetch == "deferred":
+        if factory.is_hooked:
             deferred.install(factory)
         model.make_cache = factory
     elif before is not None:
@@ -156,36 +165,6 @@ def _own_maker(model: Any) -> Any:
     """The ``make_cache`` of the instance itself, without ours."""
     before = attachment(model)
     return vars(model).get("make_cache") if before is None else before.own
-
-
-def _under(schemes: Mapping[int, Scheme], fetch: str, caches: list[Any]) -> list[Any]:
-    """`caches` with fresh ones at the indices of `schemes`."""
-    return [
-        members.with_plain(c, _new_cache(schemes[i], fetch, members.plain(c)))
-        if i in schemes
-        else c
-        for i, c in enumerate(caches)
-    ]
-
-
-def _path_of(scheme: Scheme, path: str) -> str:
-    return path if isinstance(scheme, Turbo) else "host"
-
-
-def _new_cache(scheme: Scheme, fetch: str, plain: Any) -> Any:
-    """A cache of `scheme` in the place of `plain`.
-
-    Raises:
-        TypeError: If there is no such cache.
-    """
-    if isinstance(scheme, Affine):
-        return host.QuantizedKVCache(group_size=scheme.group_size, bits=scheme.bits)
-    if not isinstance(scheme, Turbo):
-        raise TypeError(f"no cache for {scheme!r}")
-    if isinstance(plain, host.RotatingKVCache):
-        sliding = DeferredRotatingKVCache if fetch == "deferred" else PackedRotatingKVCache
-        return sliding(scheme, plain.max_size, plain.keep)
-    return DeferredKVCache(scheme) if fetch == "deferred" else PackedKVCache(scheme)
 
 
 def _decide(model: Any, policy: Policy) -> tuple[dict[int, LayerShape], list[str]]:
@@ -252,36 +231,3 @@ def _why_kept(cache: Any) -> str:
     if type(cache) in members.PLAIN:
         return "the model stores nothing in this cache"
     return f"{name} is not a cache that a scheme is known for"
-
-
-def _choose_fetch(model: Any, schemes: Mapping[int, Scheme], fetch: str) -> tuple[str, str]:
-    """The path of the layers under turbo, and why it is not the one that auto prefers.
-
-    Raises:
-        UnsupportedModel: If the path asked for does not work on this model.
-    """
-    turbo = {i: scheme for i, scheme in schemes.items() if isinstance(scheme, Turbo)}
-    if not turbo:
-        if fetch != "auto":
-            said = ", ".join(sorted({str(scheme) for scheme in schemes.values()})) or "off"
-            raise UnsupportedModel(f"fetch {fetch!r} is an option of turbo, the scheme is {said}")
-        _check_runs(model, schemes, "host")
-        return "host", ""
-    # No option changes what is probed, and some delay it.
-    bare = dict(schemes) | {i: Turbo(s.key_bits, s.value_bits) for i, s in turbo.items()}
-    why = ""
-    if fetch != "eager":
-        caches = _under(bare, "deferred", plain_caches(model))
-        why = probe.deferred_refusal(model, caches, len(turbo))
-        if not why:
-            return "deferred", ""
-        if fetch == "deferred":
-            raise UnsupportedModel(f"this model cannot take packed windows: {why}")
-    _check_runs(model, bare, "eager")
-    return "eager", why
-
-
-def _check_runs(model: Any, schemes: Mapping[int, Scheme], path: str) -> None:
-    if schemes and (error := probe.refusal(model, _under(schemes, path, plain_caches(model)))):
-        said = ", ".join(sorted({str(scheme) for scheme in schemes.values()}))
-        raise UnsupportedModel(f"this model does not run on {said} caches: {error}")

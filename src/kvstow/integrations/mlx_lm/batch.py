@@ -23,8 +23,9 @@ from mlx_lm.models.cache import create_attention_mask
 
 from kvstow.attention.mlx import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import check_widths
-from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched
+from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched, Fused
 from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows
 from kvstow.integrations.mlx_lm.stages import Part, Stages, put_together
 
@@ -75,7 +76,7 @@ class PackedBatchKVCache(Eager):
             self._blank.check_same(cache)
         self.scheme = self._blank.scheme
         self._rows = [Row(cache.offset) for cache in caches]
-        self._stages = Stages.merge(caches)
+        self._stages = Stages.merge(caches, fused=self.fused)
         self._dtype = next((c.dtype for c in caches if c.offset), mx.float32)
         self._right: list[int] = []  # pads behind each row's last token
         self._held: list[Part] = []  # by rows that lay apart during the last append
@@ -122,10 +123,13 @@ class PackedBatchKVCache(Eager):
         """The mask of an append of `N` tokens, ``(b, 1, N, width)`` if rows are padded."""
         self._settle()
         if self._is_unpadded():
-            return create_attention_mask(
-                N, offset=self.size(), return_array=return_array, window_size=window_size
+            size = self.size()
+            mask = create_attention_mask(
+                N, offset=size, return_array=return_array, window_size=window_size
             )
-        return self._stages.make_mask(N, window_size)
+            return masks.known(mask, masks.of_offset(N, size, window_size))
+        least = min((row.n_tokens for row in self._rows), default=0)
+        return self._stages.make_mask(N, window_size, least)
 
     def prepare(
         self,
@@ -276,3 +280,7 @@ class PackedBatchKVCache(Eager):
 
 class DeferredBatchKVCache(Deferred, PackedBatchKVCache):
     """A `PackedBatchKVCache` that hands out its packed window."""
+
+
+class FusedBatchKVCache(Fused, PackedBatchKVCache):
+    """A `PackedBatchKVCache` whose packed window is for the kernels."""

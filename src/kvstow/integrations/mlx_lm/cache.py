@@ -9,8 +9,8 @@ the first append attends to what is stored. Appending in pieces stores the same
 bytes as appending at once.
 
 mlx-lm finds caches by duck typing, so what a class lacks matters too. There is
-no ``to_quantized`` (``--kv-bits`` would convert it again); only `DeferredKVCache` has
-``bits``. ``tests/contracts/test_mlx_lm.py`` holds mlx-lm to this.
+no ``to_quantized`` (``--kv-bits`` would convert it again); only those that hand out
+windows have ``bits``. ``tests/contracts/test_mlx_lm.py`` holds mlx-lm to this.
 """
 
 import copy
@@ -23,9 +23,10 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from kvstow.attention.mlx import PackedWindow, decode_window
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
-from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache
+from kvstow.integrations.mlx_lm import masks
+from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, FusedBatchKVCache
 from kvstow.integrations.mlx_lm.encode import check_widths, encode
-from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched
+from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
 from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, as_pairs
 from kvstow.integrations.mlx_lm.single import Single
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
@@ -195,9 +196,10 @@ class PackedKVCache(Single):
         window_size: int | None = None,
     ) -> Any:
         """The causal mask of an append of `N` tokens, in mlx-lm's own form."""
-        return create_attention_mask(
+        mask = create_attention_mask(
             N, offset=self.offset, return_array=return_array, window_size=window_size
         )
+        return masks.known(mask, masks.of_offset(N, self.offset, window_size))
 
     def _take(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append to a plain row, and pack the row if it is long enough; returns it exact."""
@@ -214,10 +216,16 @@ class PackedKVCache(Single):
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         self.dtype = keys.dtype
-        self._store.append(*encode(self.scheme, keys, values))
+        self._store.append(*encode(self.scheme, keys, values, fused=self.fused))
 
 
 class DeferredKVCache(Deferred, PackedKVCache):
     """A `PackedKVCache` that hands out its packed window."""
 
     batch = DeferredBatchKVCache
+
+
+class FusedKVCache(Fused, PackedKVCache):
+    """A `PackedKVCache` whose packed window is for the kernels."""
+
+    batch = FusedBatchKVCache

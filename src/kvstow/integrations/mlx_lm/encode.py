@@ -2,14 +2,22 @@
 
 import mlx.core as mx
 
+from kvstow.attention import fused as kernels
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Turbo
 
 
-def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> tuple[PackedKeys, PackedValues]:
-    """Keys and values ``(b, h, t, d)`` as the scheme stores them."""
+def encode(
+    scheme: Turbo, keys: mx.array, values: mx.array, *, fused: bool = False
+) -> tuple[PackedKeys, PackedValues]:
+    """Keys and values ``(b, h, t, d)`` as the scheme stores them.
+
+    With `fused` by the kernel where it can; the bytes are the same.
+    """
+    if fused and (planes := kernels.encode(scheme, keys, values)) is not None:
+        return planes
     s = scheme
     return (
         codec.encode_keys(keys, bits=s.key_bits, guard=True, search=s.search),

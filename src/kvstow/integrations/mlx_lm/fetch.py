@@ -1,10 +1,12 @@
 """How a cache hands out what it stores: decoded, or as a packed window.
 
-Every cache class of this package is of one of the two kinds here.
+Every cache class of this package is of one of the three kinds here.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -17,9 +19,15 @@ Fetched = mx.array | PackedWindow
 
 
 class Eager(ABC):
-    """A cache that decodes its window for the host's attention."""
+    """A cache that decodes its window for the host's attention.
+
+    Attributes:
+        scheme: What its tokens are stored under.
+        fused: Whether kernels encode, and attend to its windows, where they can.
+    """
 
     scheme: Turbo
+    fused: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -74,4 +82,14 @@ class Deferred(Eager):
 
     def _hand_out(self) -> tuple[Fetched, Fetched]:
         window = self.window() if deferred.is_installed() else None
-        return self.keys_and_values() if window is None else (window, window)
+        if window is None:
+            return self.keys_and_values()
+        if self.fused:
+            window = replace(window, fused=True)
+        return window, window
+
+
+class Fused(Deferred):
+    """Marks its window for the kernels; what they do not take is deferred."""
+
+    fused = True

@@ -18,9 +18,14 @@ from mlx_lm.models.cache import RotatingKVCache
 from kvstow.attention.mlx import PackedWindow, decode_window
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
-from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, PackedBatchKVCache
+from kvstow.integrations.mlx_lm import masks
+from kvstow.integrations.mlx_lm.batch import (
+    DeferredBatchKVCache,
+    FusedBatchKVCache,
+    PackedBatchKVCache,
+)
 from kvstow.integrations.mlx_lm.encode import check_widths, encode
-from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched
+from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
 from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows, PlainRows, holding
 from kvstow.integrations.mlx_lm.single import Single
 from kvstow.scheme import Scheme, Turbo
@@ -46,6 +51,10 @@ class PackedBatchRotatingKVCache(PackedBatchKVCache):
 
 class DeferredBatchRotatingKVCache(DeferredBatchKVCache, PackedBatchRotatingKVCache):
     """A `PackedBatchRotatingKVCache` that hands out its packed window."""
+
+
+class FusedBatchRotatingKVCache(FusedBatchKVCache, PackedBatchRotatingKVCache):
+    """A `PackedBatchRotatingKVCache` whose packed window is for the kernels."""
 
 
 class PackedRotatingKVCache(Single):
@@ -106,7 +115,7 @@ class PackedRotatingKVCache(Single):
         check_widths(self.scheme, keys, values)
         self.dtype = keys.dtype
         if isinstance(self._rows, PackedRows):
-            self._rows.append(*encode(self.scheme, keys, values))
+            self._rows.append(*encode(self.scheme, keys, values, fused=self.fused))
             return self._hand_out()
         exact = self._rows.append(keys, values)
         self._pack()
@@ -124,7 +133,8 @@ class PackedRotatingKVCache(Single):
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         """The mask of an append of `N` tokens, in mlx-lm's own form."""
-        return self._rows.make_mask(N, window_size=window_size, return_array=return_array)
+        mask = self._rows.make_mask(N, window_size=window_size, return_array=return_array)
+        return masks.known(mask, masks.of_rows(self._rows.caches[0], N, window_size, self.offset))
 
     def is_trimmable(self) -> bool:
         """Whether no token was forgotten yet."""
@@ -225,10 +235,16 @@ class PackedRotatingKVCache(Single):
 
     def _pack(self) -> None:
         if isinstance(self._rows, PlainRows) and self.offset >= (self.scheme.start_tokens or 1):
-            self._rows = self._rows.pack(self.scheme)
+            self._rows = self._rows.pack(self.scheme, fused=self.fused)
 
 
 class DeferredRotatingKVCache(Deferred, PackedRotatingKVCache):
     """A `PackedRotatingKVCache` that hands out its packed window."""
 
     batch = DeferredBatchRotatingKVCache
+
+
+class FusedRotatingKVCache(Fused, PackedRotatingKVCache):
+    """A `PackedRotatingKVCache` whose packed window is for the kernels."""
+
+    batch = FusedBatchRotatingKVCache

@@ -15,6 +15,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
+from kvstow.attention.fused import ALIGNED_TOKENS
 from kvstow.attention.mlx import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm.encode import encode
@@ -125,10 +126,10 @@ class PlainRows(Rows):
         (cache,) = self.caches
         return 0 if cache.keys is None else int(cache.keys.size + cache.values.size)
 
-    def pack(self, scheme: Turbo) -> "PackedRows":
+    def pack(self, scheme: Turbo, *, fused: bool = False) -> "PackedRows":
         """The same rows under a scheme. Nothing is moved: a token is encoded where it lies."""
         (cache,) = self.caches
-        planes = as_pairs(*encode(scheme, cache.keys, cache.values))
+        planes = as_pairs(*encode(scheme, cache.keys, cache.values, fused=fused))
         return PackedRows(*(holding(cache, *pair) for pair in planes))
 
 
@@ -142,6 +143,17 @@ class PackedRows(Rows):
         for cache in self.caches[1:]:
             # Nobody else reads theirs, and a sum that is never computed would grow.
             cache.offset = copy.copy(self.offset)
+
+    def align(self) -> None:
+        """Make room for a multiple of tokens, which kernels want and would copy planes for.
+
+        mlx-lm's batch grows by steps, but from whatever length the prompt had.
+        """
+        more = -self.capacity % ALIGNED_TOKENS
+        if more and isinstance(self.caches[0], BatchKVCache):
+            pad = [(0, 0), (0, 0), (0, more), (0, 0)]
+            for cache in self.caches:
+                cache.keys, cache.values = mx.pad(cache.keys, pad), mx.pad(cache.values, pad)
 
     def planes(self, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
         """The whole planes, ``(b, h, capacity, *)``."""

@@ -11,6 +11,8 @@ from typing import Any, Self, TypeVar
 import mlx.core as mx
 
 from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import encode
 from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows, PlainRows, Rows
 from kvstow.scheme import Turbo
@@ -27,6 +29,7 @@ class Stages:
         is_packed: Of each row, whether it is one.
         plain: The rows that are not, in their order; None if there is none.
         packed: The rows that are.
+        fused: Whether kernels encode where they can.
     """
 
     def __init__(
@@ -35,14 +38,17 @@ class Stages:
         is_packed: list[bool],
         plain: PlainRows | None,
         packed: PackedRows | None,
+        *,
+        fused: bool = False,
     ) -> None:
         self.scheme = scheme
         self.is_packed = is_packed
         self.plain = plain
         self.packed = packed
+        self.fused = fused
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> Self:
+    def merge(cls, caches: Sequence[Any], *, fused: bool = False) -> Self:
         """The rows of `caches`, one in each."""
         plain = [cache.rows() for cache in caches if not cache.is_packed]
         packed = [cache.rows() for cache in caches if cache.is_packed]
@@ -51,13 +57,14 @@ class Stages:
             [cache.is_packed for cache in caches],
             PlainRows.merge(plain) if plain else None,
             PackedRows.merge(packed) if packed else None,
+            fused=fused,
         )
 
     def copy(self) -> Self:
         """The same rows, which change apart from these."""
         plain = None if self.plain is None else self.plain.copy()
         packed = None if self.packed is None else self.packed.copy()
-        return type(self)(self.scheme, list(self.is_packed), plain, packed)
+        return type(self)(self.scheme, list(self.is_packed), plain, packed, fused=self.fused)
 
     def of(self, *, packed: bool) -> list[int]:
         """Indices of the rows at one stage."""
@@ -79,11 +86,17 @@ class Stages:
         """The position of each row's next token, ``(b,)``."""
         return _in_order([(rows, group.offset) for rows, group in self.groups()])
 
-    def make_mask(self, n_tokens: int, window_size: int | None) -> mx.array:
-        """The mask of an append, ``(b, 1, n_tokens, width)``."""
+    def make_mask(self, n_tokens: int, window_size: int | None, least: int) -> mx.array:
+        """The mask of an append, ``(b, 1, n_tokens, width)``; no row has fewer than `least`."""
         options = {"return_array": True, "window_size": window_size}
-        masks = [(rows, group.make_mask(n_tokens, **options)) for rows, group in self.groups()]
-        return _in_order(_widened(masks, axis=3))
+        made = [(rows, group.make_mask(n_tokens, **options)) for rows, group in self.groups()]
+        mask = _in_order(_widened(made, axis=3))
+        groups = [group for _, group in self.groups()]
+        if len(groups) > 1:
+            return mask
+        sight = masks.of_rows(groups[0].caches[0], n_tokens, window_size, least)
+        masked: mx.array = masks.known(mask, sight)
+        return masked
 
     def append(
         self, keys: mx.array, values: mx.array, packing: Sequence[int]
@@ -97,7 +110,9 @@ class Stages:
         held: list[Part] = []
         if self.packed is not None:
             rows = self.of(packed=True)
-            self.packed.append(*encode(self.scheme, _pick(keys, rows), _pick(values, rows)))
+            self.packed.append(*self._encode(_pick(keys, rows), _pick(values, rows)))
+            if self.fused:
+                self.packed.align()
             held.append((rows, self.packed.window(self.scheme)))
             attended = [*held]
         if self.plain is not None:
@@ -153,6 +168,9 @@ class Stages:
         rows, group = next((rows, group) for rows, group in self.groups() if i in rows)
         return group.extract(rows.index(i))
 
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[PackedKeys, PackedValues]:
+        return encode(self.scheme, keys, values, fused=self.fused)
+
     def _pack(self, plain: PlainRows, packing: Sequence[int]) -> PackedWindow:
         """Move some plain rows to the packed ones; returns them as they lay before."""
         rows = self.of(packed=False)
@@ -162,7 +180,7 @@ class Stages:
             moved = plain.copy()
             moved.filter([rows.index(i) for i in packing])
             plain.filter([place for place, i in enumerate(rows) if i not in packing])
-        packed = moved.pack(self.scheme)
+        packed = moved.pack(self.scheme, fused=self.fused)
         window = packed.window(self.scheme)
         order = [*self.of(packed=True), *packing]
         self.packed = packed = _both(self.packed, packed)

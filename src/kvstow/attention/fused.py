@@ -1,0 +1,183 @@
+"""Attention and encoding by the kernels where they can do it, and by MLX's operations elsewhere.
+
+A step goes to the kernel if its window is marked for it, MLX computes on a CUDA device, the
+step has few query tokens, its mask is one whose meaning is known (see `masks`), and the kernel
+has passed its self-check on this machine. Everything else is `mlx.attend`, and counted with
+the reason. Nothing here raises where that would not.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from kvstow.attention import selfcheck
+from kvstow.attention.masks import sight_of
+from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.mlx import attend as attend_deferred
+from kvstow.attention.parity import say
+from kvstow.attention.tasks import AttendTask, EncodeTask
+from kvstow.codec import mlx as codec
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.errors import KvstowWarning
+from kvstow.kernels import mlx as kernels
+from kvstow.scheme import Turbo
+
+# What was compared with the definition on a GPU. More queries are a prompt, for which decoding
+# the window once and the host's attention are meant.
+MOST_QUERY_TOKENS = 8
+ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
+KERNEL = "kernel"
+
+Planes = tuple[PackedKeys, PackedValues]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the attention kernel.
+
+    Attributes:
+        tokens: How many of the planes' tokens are data, or the rows of a ragged batch.
+        scores: Scale and window.
+    """
+
+    tokens: "int | kernels.Rows"
+    scores: "kernels.Scores"
+
+
+_counts: Counter[str] = Counter()
+_warned: set[str] = set()
+_lock = threading.Lock()
+
+
+def why_no_device() -> str:
+    """Why no kernel can run here; empty if one can."""
+    if not mx.cuda.is_available():
+        return "mlx has no CUDA back-end with a GPU here"
+    return "" if codec.on_gpu() else "mlx's default device is the CPU"
+
+
+def counts() -> Counter[str]:
+    """Calls of attention over windows marked for the kernel, in this process.
+
+    Under `KERNEL` those that it took, and under a reason those that it did not.
+    """
+    with _lock:
+        return Counter(_counts)
+
+
+def attend(
+    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
+) -> mx.array:
+    """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
+    if not window.fused:
+        return attend_deferred(queries, window, scale=scale, mask=mask)
+    call = plan_call(queries, window, scale=scale, mask=mask)
+    if isinstance(call, Call):
+        try:
+            output = kernels.attend(
+                queries, _aligned(window), call.tokens, window.scheme, call.scores
+            )
+        except Exception as error:
+            call = f"the kernel was refused: {say(error)}"
+            _warn(call)
+        else:
+            _count(KERNEL)
+            return output
+    _count(call)
+    return attend_deferred(queries, window, scale=scale, mask=mask)
+
+
+def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
+    """Both in one launch, the bytes of `codec.reference`; None where the kernel cannot."""
+    if why_no_device() or keys.shape != values.shape or keys.dtype != values.dtype:
+        return None
+    if not keys.size or keys.ndim != 4:
+        return None
+    widths = scheme.key_bits, scheme.value_bits
+    task = EncodeTask(*widths, keys.shape[-1], dtype_name(keys.dtype), scheme.search)
+    if _why_unchecked(task):
+        return None
+    try:
+        return kernels.encode(keys, values, scheme)
+    except Exception as error:
+        _warn(f"the encoding kernel was refused: {say(error)}")
+        return None
+
+
+def plan_call(
+    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None
+) -> Call | str:
+    """The kernel's call for a step, or why there is none."""
+    b, hq, n_queries, d = queries.shape
+    h = int(window.keys.scales.shape[1])
+    if why := why_no_device():
+        return why
+    if n_queries > MOST_QUERY_TOKENS:
+        return f"more than {MOST_QUERY_TOKENS} query tokens"
+    if d != window.head_dim or hq % h or not isinstance(scale, int | float):
+        return "queries or a scale of another shape than the kernel's"
+    sight = sight_of(mask, n_queries, window.n_tokens)
+    if sight is None or (sight.starts is not None and sight.starts.shape != (b,)):
+        return "a mask that says more than where rows and windows begin"
+    widths = window.scheme.key_bits, window.scheme.value_bits
+    name = dtype_name(queries.dtype)
+    ragged = sight.starts is not None
+    if why := _why_unchecked(AttendTask(*widths, d, name, hq // h, n_queries, ragged)):
+        return why
+    scores = kernels.Scores(float(scale), sight.window)
+    if sight.starts is None:
+        return Call(sight.n_tokens, scores)
+    starts = sight.starts.astype(mx.int32)
+    return Call(kernels.Rows(starts, _lengths(b, sight.n_tokens), sight.n_tokens), scores)
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """``"float32"``."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def _why_unchecked(task: AttendTask | EncodeTask) -> str:
+    outcome = selfcheck.outcome(task)
+    if not outcome.passed:
+        _warn(outcome.warning)
+    return outcome.why
+
+
+def _aligned(window: PackedWindow) -> Planes:
+    """The whole planes, with room for a multiple of tokens; nobody reads what is added."""
+    capacity = int(window.keys.scales.shape[2])
+    if more := -capacity % ALIGNED_TOKENS:
+        pad = [(0, 0), (0, 0), (0, more), (0, 0)]
+        keys, values = window.keys, window.values
+        return (
+            PackedKeys(*(mx.pad(plane, pad) for plane in keys)),
+            PackedValues(*(mx.pad(plane, pad) for plane in values)),
+        )
+    return window.keys, window.values
+
+
+@lru_cache(maxsize=8)
+def _lengths(b: int, n_tokens: int) -> mx.array:
+    return mx.array(np.full(b, n_tokens, np.int32))  # data, not a graph bound to one thread
+
+
+def _count(what: str) -> None:
+    with _lock:
+        _counts[what] += 1
+
+
+def _warn(text: str) -> None:
+    """Warn once; never as an error, whatever filters say."""
+    with _lock:
+        if text in _warned:
+            return
+        _warned.add(text)
+    try:
+        warnings.warn(text, KvstowWarning, stacklevel=2)
+    except Warning:  # a filter makes it an error
+        return

@@ -1,0 +1,143 @@
+"""What a kernel computes against the definition, on a small input of every kind."""
+
+import mlx.core as mx
+import numpy as np
+
+from kvstow.attention import reference
+from kvstow.attention.tasks import AttendTask, EncodeTask, Task
+from kvstow.codec import reference as codec
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.kernels import mlx as kernels
+from kvstow.scheme import Turbo
+
+# Norm of the error over norm of the output. Queries become integers of 14 bits, weights and
+# centroids float16; the output is rounded to the dtype of the queries.
+TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 4e-3}
+N_KV_HEADS, N_TOKENS, CAPACITY = 2, 700, 768  # several splits, the last one cut
+STARTS = (0, 37, 600)
+WINDOWS = (0, 50)
+N_VECTORS = 64
+PLANES = ("key codes", "key scales", "key zeros", "value codes", "value scales")
+
+
+def difference(task: Task) -> str:
+    """How the kernel of `task` differs from the definition; empty if it does not.
+
+    Raises:
+        Exception: Whatever compiling and running it does.
+    """
+    rng = np.random.default_rng(20260130)
+    return _of_attention(task, rng) if isinstance(task, AttendTask) else _of_encoding(task, rng)
+
+
+def say(error: Exception) -> str:
+    """The error's kind and first line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _of_attention(task: AttendTask, rng: np.random.Generator) -> str:
+    scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
+    starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
+    planes, poisoned = _planes(rng, scheme, d, starts)
+    shape = (len(starts), N_KV_HEADS * task.group, task.n_queries, d)
+    queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
+    queries = queries.astype(getattr(mx, task.dtype))
+    tokens: int | kernels.Rows = N_TOKENS
+    if task.ragged:
+        lengths = np.full(len(starts), N_TOKENS, np.int32)
+        tokens = kernels.Rows(mx.array(starts), mx.array(lengths), N_TOKENS)
+    for window in WINDOWS:
+        scores = kernels.Scores(d**-0.5, window)
+        made = kernels.attend(queries, poisoned, tokens, scheme, scores)
+        want = reference.attend(
+            _floats(queries),
+            *planes,
+            scheme=scheme,
+            scale=d**-0.5,
+            mask=_mask(task.n_queries, starts, window),
+        )
+        error = float(np.linalg.norm(_floats(made) - want) / np.linalg.norm(want))
+        if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too
+            said = f" with a window of {window}" if window else ""
+            return f"attention{said} is off by {error:.1e}, allowed are {TOLERANCE[task.dtype]:.1e}"
+    return ""
+
+
+def _planes(
+    rng: np.random.Generator, scheme: Turbo, d: int, starts: np.ndarray
+) -> tuple[tuple[PackedKeys, PackedValues], tuple[PackedKeys, PackedValues]]:
+    """Planes of `N_TOKENS` in numpy, and in MLX with room for more and noise outside the rows."""
+    shape = (len(starts), N_KV_HEADS, CAPACITY, d)
+    x = (rng.standard_normal(shape) + rng.standard_normal(d)).astype(np.float32)
+    y = rng.standard_normal(shape).astype(np.float32)
+    keys = codec.encode_keys(x, bits=scheme.key_bits, guard=True)
+    values = codec.encode_values(y, bits=scheme.value_bits, guard=True)
+    at = np.arange(CAPACITY)
+    inside = ((at >= starts[:, None]) & (at < N_TOKENS))[:, None, :, None]
+
+    def poisoned(plane: np.ndarray) -> mx.array:
+        noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)
+        if plane.dtype == np.float16:
+            noise = np.full_like(plane, np.nan)
+        return mx.array(np.where(inside, plane, noise))
+
+    exact = (
+        PackedKeys(*(plane[:, :, :N_TOKENS] for plane in keys)),
+        PackedValues(*(plane[:, :, :N_TOKENS] for plane in values)),
+    )
+    return exact, (PackedKeys(*map(poisoned, keys)), PackedValues(*map(poisoned, values)))
+
+
+def _mask(n_queries: int, starts: np.ndarray, window: int) -> np.ndarray:
+    """Booleans ``(b, 1, l, t)``."""
+    at = np.arange(N_TOKENS)
+    own = at[N_TOKENS - n_queries :, None]
+    seen = (at <= own) & (at > own - window if window else True)
+    return np.asarray(seen & (at >= starts[:, None, None]))[:, None]
+
+
+def _of_encoding(task: EncodeTask, rng: np.random.Generator) -> str:
+    scheme = Turbo(task.key_bits, task.value_bits, search=task.search)
+    dtype = getattr(mx, task.dtype)
+    given = _vectors(rng, task.head_dim)
+    with np.errstate(over="ignore"):
+        keys = mx.array(given).astype(dtype)
+        values = mx.array(np.roll(given, 1, axis=2)).astype(dtype)
+    made = kernels.encode(keys, values, scheme)
+    options = {"guard": True, "search": task.search}
+    want = (
+        codec.encode_keys(_floats(keys), bits=task.key_bits, **options),
+        codec.encode_values(_floats(values), bits=task.value_bits, **options),
+    )
+    for name, got, plane in zip(PLANES, (*made[0], *made[1]), (*want[0], *want[1]), strict=True):
+        if n_wrong := _n_different(np.array(got), plane):
+            return f"{n_wrong} of {plane.size} {name} differ"
+    return ""
+
+
+def _vectors(rng: np.random.Generator, d: int) -> np.ndarray:
+    """Ordinary vectors, and with outliers, offsets, constants, zeros, tiny and huge elements."""
+    x = rng.standard_normal((N_VECTORS, d)) * np.exp(2 * rng.standard_normal((N_VECTORS, 1)))
+    x[:8] += 20 * rng.standard_normal((8, 1))
+    x[8:12] = rng.standard_normal((4, 1))
+    x[12:14] = 0
+    x[16:24] *= 10.0 ** rng.uniform(-9, 9, (8, 1))
+    x[24:26] *= 1e25
+    x[26, 3], x[27, 5] = np.nan, np.inf
+    x[:, rng.integers(0, d, 3)] *= 15
+    return x.astype(np.float32).reshape(2, 2, N_VECTORS // 4, d)
+
+
+def _n_different(got: np.ndarray, want: np.ndarray) -> int:
+    """Elements that differ; all NaN are equal."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return int(want.size)
+    same = got == want
+    if want.dtype == np.float16:
+        same |= np.isnan(got) & np.isnan(want)
+    return int((~same).sum())
+
+
+def _floats(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32))

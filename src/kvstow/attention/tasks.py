@@ -1,0 +1,110 @@
+"""What a kernel is asked to do: values that name a specialisation, for checks and reports."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstow.kernels.plan import Device
+from kvstow.kernels.specialise import DTYPES, DecodeKernel, Dtype, EncodeKernel, decode_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTask:
+    """Attention of some query rows of each KV head.
+
+    Attributes:
+        key_bits: Width of a key code.
+        value_bits: Width of a value code.
+        head_dim: Elements of a key and of a value.
+        dtype: Of the queries.
+        group: Query heads of a KV head.
+        n_queries: Query tokens.
+        ragged: Whether rows begin at tokens of their own.
+    """
+
+    key_bits: int
+    value_bits: int
+    head_dim: int
+    dtype: str
+    group: int
+    n_queries: int
+    ragged: bool
+
+    def kernel(self, device: Device) -> DecodeKernel:
+        """What does it on `device`.
+
+        Raises:
+            ValueError: If nothing does.
+        """
+        widths, rows = (self.key_bits, self.value_bits), self.group * self.n_queries
+        return decode_kernel(widths, self.head_dim, _dtype(self.dtype), rows, device.shared_limit)
+
+    def name(self, device: Device) -> str:
+        """Of what is compiled: other tasks may share it.
+
+        Raises:
+            ValueError: If nothing does it.
+        """
+        return self.kernel(device).name + ("_ragged" if self.ragged else "")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTask:
+    """Encoding of keys and values.
+
+    Attributes:
+        key_bits: Width of a key code.
+        value_bits: Width of a value code.
+        head_dim: Elements of a key and of a value.
+        dtype: Of both.
+        search: Whether it searches, as `scheme.Turbo.search`.
+    """
+
+    key_bits: int
+    value_bits: int
+    head_dim: int
+    dtype: str
+    search: bool
+
+    def kernel(self, device: Device) -> EncodeKernel:  # noqa: ARG002 the same on all
+        """What does it on `device`.
+
+        Raises:
+            ValueError: If nothing does.
+        """
+        widths = self.key_bits, self.value_bits
+        return EncodeKernel(self.head_dim, *widths, _dtype(self.dtype), search=self.search)
+
+    def name(self, device: Device) -> str:
+        """Of what is compiled.
+
+        Raises:
+            ValueError: If nothing does it.
+        """
+        return self.kernel(device).name
+
+
+Task = AttendTask | EncodeTask
+_OPS: dict[str, type[Task]] = {"attend": AttendTask, "encode": EncodeTask}
+
+
+def as_dict(task: Task) -> dict[str, Any]:
+    """For JSON."""
+    op = next(name for name, kind in _OPS.items() if isinstance(task, kind))
+    return {"op": op, **asdict(task)}
+
+
+def from_dict(fields: dict[str, Any]) -> Task:
+    """What `as_dict` was made of.
+
+    Raises:
+        KeyError: If there is no such op.
+        TypeError: If its fields are others.
+    """
+    given = dict(fields)
+    return _OPS[given.pop("op")](**given)
+
+
+def _dtype(name: str) -> Dtype:
+    if name not in DTYPES:
+        raise ValueError(f"kernels take {', '.join(DTYPES)}, got {name}")
+    return name

@@ -1,0 +1,347 @@
+"""Which steps of a model go to the kernels, with which arguments; a stand-in computes them."""
+
+import copy
+import json
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import kvstow
+from kvstow import KvstowWarning, UnsupportedModel
+
+mx = pytest.importorskip("mlx.core")
+host = pytest.importorskip("mlx_lm.models.cache")
+generation = pytest.importorskip("mlx_lm.generate")
+integration = pytest.importorskip("kvstow.integrations.mlx_lm")
+fused = pytest.importorskip("kvstow.attention.fused")
+attention = pytest.importorskip("kvstow.attention.mlx")
+stand_in = pytest.importorskip("tests.kernels.stand_in")
+tiny = pytest.importorskip("tests.integration.tiny")
+batching = pytest.importorskip("tests.integration.test_batch_generate")
+speculating = pytest.importorskip("tests.integration.test_speculative")
+
+pytestmark = pytest.mark.mlx
+kernels, new_process = stand_in.kernels, stand_in.new_process
+build, tokens = tiny.build, tiny.tokens
+SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
+
+
+def run(model, schedule=SCHEDULE):
+    """Logits of every append; a negative number trims."""
+    cache, text, at, logits = host.make_prompt_cache(model), tokens(200), 0, []
+    for n in schedule:
+        if n < 0:
+            host.trim_prompt_cache(cache, -n)
+        else:
+            logits.append(np.array(model(text[:, at : at + n], cache=cache)))
+        at += n
+    return np.concatenate(logits, axis=1)
+
+
+def logits_of(model, fetch, scheme="turbo", schedule=SCHEDULE):
+    with kvstow.attached(model, scheme, fetch=fetch):
+        return run(model, schedule)
+
+
+@pytest.mark.parametrize("scheme", ["turbo", "turbo:k4v2", "turbo:k8v8+stored", "turbo+start15"])
+@pytest.mark.parametrize("name", ["llama", "llama-7", "llama-mha", "qwen3", "gemma3_text"])
+def test_logits_are_those_of_deferred_and_the_kernels_have_made_them(kernels, name, scheme):
+    model = build(name)
+    schedule = tuple(n for n in SCHEDULE if n > 0) if "gemma" in name else SCHEDULE
+    wanted = logits_of(model, "deferred", scheme, schedule)
+    assert not kernels.attended
+    got = logits_of(model, "auto", scheme, schedule)
+    np.testing.assert_array_equal(got, wanted)
+    assert kernels.attended
+    assert kernels.encoded
+
+
+def test_steps_of_few_tokens_go_to_the_kernel_and_longer_ones_do_not(kernels):
+    model = build("llama")
+    with kvstow.attached(model, "turbo", fetch="fused"):
+        kernels.forget()
+        before = fused.counts()
+        run(model, (12, 5, 1, 8, 9, 2))
+    served = [(call.shape, call.longest) for call in kernels.attended if call.longest < 100]
+    assert served == [
+        ((1, 4, n, 64), longest)
+        for n, longest in ((5, 17), (1, 18), (8, 26), (2, 37))
+        for _layer in range(2)
+    ]
+    assert fused.counts() - before == Counter({"kernel": 8, "more than 8 query tokens": 2})
+    assert {call.scale for call in kernels.attended} == {0.125}
+    assert {call.window for call in kernels.attended if call.longest < 100} == {0}
+    appended = [shape[2] for shape, _ in kernels.encoded if shape[:2] == (1, 2)]
+    assert appended == [n for n in (12, 5, 1, 8, 9, 2) for _layer in range(2)]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_report_says_what_is_fused_and_what_falls_back():
+    model = build("llama")
+    report = kvstow.attach(model, "turbo")
+    assert report.fetch == "fused"
+    assert [(x.fetch, x.fetch_reason) for x in report.layers] == [("fused", "")] * 2
+    assert "steps of up to 8 tokens; deferred: longer ones" in str(report)
+    assert report.as_dict()["paths"] == {"fused": [0, 1]}
+    assert {type(c) for c in host.make_prompt_cache(model)} == {integration.FusedKVCache}
+    kvstow.detach(model)
+
+
+@pytest.mark.parametrize("fetch", ["eager", "deferred"])
+def test_the_other_paths_use_no_kernel(kernels, fetch):
+    model = build("llama")
+    logits_of(model, fetch)
+    assert not kernels.attended
+    assert not kernels.encoded
+
+
+def test_models_that_need_arrays_stay_eager_and_fused_is_refused(kernels):
+    model = build("gemma2")
+    assert kvstow.attach(model, "turbo").fetch == "eager"
+    with pytest.raises(UnsupportedModel, match="cannot take packed windows"):
+        kvstow.attach(model, "turbo", fetch="fused")
+    assert not kernels.attended
+
+
+def test_without_a_gpu_fused_is_refused_and_auto_is_deferred():
+    model = build("llama")
+    with pytest.raises(UnsupportedModel, match="fused kernels need an NVIDIA GPU: mlx"):
+        kvstow.attach(model, "turbo", fetch="fused")
+    report = kvstow.attach(model, "turbo")
+    assert (report.fetch, report.fetch_reason) == ("deferred", "")
+    kvstow.detach(model)
+
+
+def test_a_device_that_goes_away_is_noticed_step_by_step(kernels, monkeypatch):
+    model = build("llama")
+    wanted = logits_of(model, "deferred")
+    with kvstow.attached(model, "turbo"):
+        monkeypatch.setattr(fused, "why_no_device", lambda: "mlx's default device is the CPU")
+        kernels.forget()
+        np.testing.assert_array_equal(run(model), wanted)
+    assert not kernels.attended
+    assert not kernels.encoded
+
+
+# --- sliding windows, batches, speculation
+
+
+@pytest.mark.parametrize("n_prompt", [12, 60])
+def test_sliding_windows_go_to_the_kernel_before_and_after_they_are_full(kernels, n_prompt):
+    model = build("gemma3_text")
+    schedule = (n_prompt, *[1] * 30, 4, 1, 1)
+    wanted = logits_of(model, "deferred", schedule=schedule)
+    with kvstow.attached(model, "turbo"):
+        kernels.forget()
+        before = fused.counts()
+        np.testing.assert_array_equal(run(model, schedule), wanted)
+    # Two layers and 33 steps after the first, of which gemma3 itself cuts the mask of four.
+    refused = fused.counts() - before
+    assert refused.pop("kernel") >= 2 * 33 - 2
+    assert 32 in {call.longest for call in kernels.attended}
+
+
+def test_a_window_smaller_than_what_is_stored_reaches_the_kernel(kernels):
+    cache = integration.FusedKVCache(kvstow.Scheme.parse("turbo"))
+    rng = np.random.default_rng(0)
+    x, y = mx.array(rng.standard_normal((2, 1, 2, 24, 64)).astype(np.float32))
+    queries = mx.array(rng.standard_normal((1, 4, 4, 64)).astype(np.float32))
+    cache.update_and_fetch(x[:, :, :20], y[:, :, :20])
+    mask = cache.make_mask(4, window_size=7)
+    cache.update_and_fetch(x[:, :, 20:], y[:, :, 20:])
+    kernels.forget()
+    window = marked(cache.window())
+    got = fused.attend(queries, window, scale=0.1, mask=mask)
+    assert [(c.window, c.longest, c.scale) for c in kernels.attended[-1:]] == [(7, 24, 0.1)]
+    assert mx.array_equal(got, attention.attend(queries, window, scale=0.1, mask=mask))
+
+
+def marked(window):
+    return attention.PackedWindow(
+        window.keys, window.values, window.n_tokens, window.scheme, fused=True
+    )
+
+
+@pytest.mark.parametrize("scheme", ["turbo", "turbo:k8v8+stored", "turbo:k4v2+start15"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_replies_of_a_batch_are_those_of_deferred(kernels, name, scheme):
+    model = build(name)
+    requests, n_reply = batching.prompts(), batching.N_REPLY
+    with kvstow.attached(model, scheme, fetch="deferred"):
+        wanted = batching.together(model, requests, n_reply)
+    with kvstow.attached(model, scheme, fetch="fused"):
+        kernels.forget()
+        got = batching.together(model, requests, n_reply)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.tokens == b.tokens
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        assert {type(c) for c in a.cache} <= {
+            integration.FusedKVCache,
+            integration.FusedRotatingKVCache,
+        }
+    assert any(call.starts and any(call.starts) for call in kernels.attended)
+
+
+def test_rows_of_a_batch_begin_where_their_padding_ends(kernels):
+    model = build("llama")
+    with kvstow.attached(model, "turbo", fetch="fused"):
+        caches = []
+        for n in (20, 7, 13):
+            cache = host.make_prompt_cache(model)
+            model(tokens(n), cache=cache)
+            caches.append(cache)
+        merged = [type(layer[0]).merge(layer) for layer in zip(*caches, strict=True)]
+        kernels.forget()
+        for n in (1, 3):
+            mx.eval(model(tokens(n, b=3), cache=merged))
+    served = [c for c in kernels.attended if c.longest < 100]
+    assert [(c.starts, c.lengths) for c in served] == [
+        ([0, 13, 7], [longest] * 3) for longest in (21, 24) for _layer in range(2)
+    ]
+    assert {c.capacity % 8 for c in served} == {0}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_planes_of_a_batch_are_aligned_once_and_not_at_every_step():
+    model = build("llama")
+    with kvstow.attached(model, "turbo", fetch="fused"):
+        caches = [host.make_prompt_cache(model) for _ in range(2)]
+        for cache, n in zip(caches, (13, 6), strict=True):
+            model(tokens(n), cache=cache)
+        merged = [type(layer[0]).merge(layer) for layer in zip(*caches, strict=True)]
+        for _ in range(3):
+            model(tokens(1, b=2), cache=merged)
+            assert {c.window().keys.scales.shape[2] % 8 for c in merged} == {0}
+
+
+def test_a_draft_is_verified_by_the_kernel(kernels):
+    model = speculating.talking()
+    wanted = speculating.drafted(model, copy.deepcopy(model), "turbo:k8v8", 3, "deferred")
+    kernels.forget()
+    got = speculating.drafted(model, copy.deepcopy(model), "turbo:k8v8", 3, "fused")
+    assert (got.tokens, got.from_draft) == (wanted.tokens, wanted.from_draft)
+    assert {call.shape[2] for call in kernels.attended} >= {1, 4}
+
+
+# --- what the kernel does not take
+
+
+def window_of(n_tokens=20):
+    cache = integration.FusedKVCache(kvstow.Scheme.parse("turbo"))
+    x, y = mx.random.normal((2, 1, 2, n_tokens, 64))
+    cache.update_and_fetch(x, y)
+    return marked(cache.window())
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "mask", "why"),
+    [
+        (1, mx.ones((1, 20), mx.bool_), "a mask that says more"),
+        (1, mx.zeros((1, 1, 1, 20)), "a mask that says more"),
+        (2, None, "a mask that says more"),
+        (9, "causal", "more than 8 query tokens"),
+    ],
+    ids=["boolean", "additive", "none", "long"],
+)
+def test_what_the_kernel_does_not_take_is_deferred_and_counted(kernels, n_queries, mask, why):
+    window = window_of()
+    queries = mx.random.normal((1, 4, n_queries, 64))
+    kernels.forget()
+    got = fused.attend(queries, window, scale=0.125, mask=mask)
+    assert mx.array_equal(got, attention.attend(queries, window, scale=0.125, mask=mask))
+    assert not kernels.attended
+    ((counted, n),) = fused.counts().items()
+    assert counted.startswith(why)
+    assert n == 1
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("scale", [mx.array(0.125), 0.125, 1])
+def test_a_scale_is_a_number_for_the_kernel(scale):
+    fused.attend(mx.random.normal((1, 4, 1, 64)), window_of(), scale=scale, mask=None)
+    assert ("kernel" in fused.counts()) == (not isinstance(scale, mx.array))
+
+
+# --- kernels that fail
+
+
+def test_a_kernel_that_fails_its_check_is_not_used_and_said_once(kernels):
+    kernels.attention_off = 0.5
+    model = build("llama")
+    wanted = logits_of(model, "deferred")
+    with pytest.warns(KvstowWarning, match="a fused kernel is not used, attention is deferred"):
+        report = kvstow.attach(model, "turbo")
+    assert report.fetch == "deferred"
+    assert "failed its self-check" in report.fetch_reason
+    assert "failed its self-check" in str(report)
+    assert report.as_dict()["paths"] == {"deferred": [0, 1]}
+    assert json.dumps(report.as_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(run(model), wanted)
+    kvstow.detach(model)
+    with pytest.raises(UnsupportedModel, match=r"fused kernels cannot be used: .* self-check"):
+        kvstow.attach(model, "turbo", fetch="fused")
+
+
+def test_an_encoder_that_fails_its_check_keeps_the_layer_deferred(kernels):
+    kernels.bytes_off = True
+    model = build("llama")
+    with pytest.warns(KvstowWarning, match="kvstow_encode"):
+        report = kvstow.attach(model, "turbo")
+    assert report.fetch == "deferred"
+    kvstow.detach(model)
+
+
+@pytest.mark.parametrize("as_error", [False, True])
+def test_a_kernel_that_fails_later_is_deferred_without_an_exception(kernels, as_error):
+    model = build("llama")
+    wanted = logits_of(model, "deferred")
+    kvstow.attach(model, "turbo")
+    kernels.error = RuntimeError("out of memory")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error" if as_error else "always")
+        np.testing.assert_array_equal(run(model), wanted)
+        np.testing.assert_array_equal(run(model), wanted)
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == len(set(messages))
+    assert bool(messages) != as_error
+    assert not kernels.attended[2:]
+    assert "kernel" not in fused.counts()
+    kvstow.detach(model)
+
+
+def test_one_layer_can_fail_and_the_others_be_fused(kernels, monkeypatch):
+    policy = kvstow.Policy(
+        kvstow.Scheme.parse("turbo"),
+        (kvstow.policy.Rule(layers=(1,), scheme=kvstow.Scheme.parse("turbo:k4v4")),),
+    )
+    attend = kernels.attend
+
+    def only_three_bits(queries, planes, tokens, scheme, scores):
+        if scheme.value_bits == 4:
+            raise RuntimeError("does not compile")
+        return attend(queries, planes, tokens, scheme, scores)
+
+    monkeypatch.setattr(kernels, "attend", only_three_bits)
+    model = build("llama")
+    wanted = logits_of(model, "deferred", policy)
+    with pytest.warns(KvstowWarning, match="does not compile"):
+        report = kvstow.attach(model, policy)
+    assert [x.fetch for x in report.layers] == ["fused", "deferred"]
+    assert report.as_dict()["paths"] == {"fused": [0], "deferred": [1]}
+    assert "deferred 1 (1): kvstow_decode" in str(report)
+    np.testing.assert_array_equal(run(model), wanted)
+    kvstow.detach(model)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_affine_and_fused_layers_share_a_model():
+    policy = kvstow.Policy(
+        kvstow.Scheme.parse("turbo"),
+        (kvstow.policy.Rule(layers=(0,), scheme=kvstow.Scheme.parse("affine:8")),),
+    )
+    with kvstow.attached(build("llama"), policy) as report:
+        assert [x.fetch for x in report.layers] == ["host", "fused"]

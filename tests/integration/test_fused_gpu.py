@@ -1,0 +1,68 @@
+"""The fused path on a GPU: what test_fused.py shows of its routing, with the kernels themselves."""
+
+import numpy as np
+import pytest
+
+import kvstow
+
+mx = pytest.importorskip("mlx.core")
+host = pytest.importorskip("mlx_lm.models.cache")
+fused = pytest.importorskip("kvstow.attention.fused")
+selfcheck = pytest.importorskip("kvstow.attention.selfcheck")
+tiny = pytest.importorskip("tests.integration.tiny")
+batching = pytest.importorskip("tests.integration.test_batch_generate")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.mlx,
+    pytest.mark.skipif(not mx.cuda.is_available(), reason="needs mlx's CUDA back-end and a GPU"),
+]
+SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
+# Attention is off by up to 1e-3 (4e-3 in bfloat16), and deferred rounds to TF32; what lies between
+# two codes may then take the other one, in every layer anew. Logits are of order 1.
+LOGITS = {"float32": 0.05, "bfloat16": 0.2}
+
+
+def run(model):
+    cache, text, at, logits = host.make_prompt_cache(model), tiny.tokens(200), 0, []
+    for n in SCHEDULE:
+        if n < 0:
+            host.trim_prompt_cache(cache, -n)
+        else:
+            out = model(text[:, at : at + n], cache=cache)
+            logits.append(np.array(out.astype(mx.float32)))
+        at += n
+    return np.concatenate(logits, axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k8v8+stored", "turbo:k8v3+search"])
+@pytest.mark.parametrize("name", ["llama", "llama-7", "qwen3"])
+def test_logits_are_near_those_of_deferred_and_the_kernels_have_made_them(name, scheme, dtype):
+    model = tiny.build(name, dtype=getattr(mx, dtype))
+    with kvstow.attached(model, scheme, fetch="deferred"):
+        wanted = run(model)
+    with kvstow.attached(model, scheme, fetch="fused") as report:
+        before = fused.counts()
+        got = run(model)
+    assert report.fetch == "fused"
+    assert (fused.counts() - before)["kernel"] >= 2 * 6
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGITS[dtype])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_batch_of_ragged_rows_is_near_deferred(name):
+    model = tiny.build(name)
+    replies = {}
+    for fetch in ("deferred", "fused"):
+        with kvstow.attached(model, "turbo:k8v8", fetch=fetch):
+            replies[fetch] = batching.together(model, batching.prompts(), batching.N_REPLY)
+    for got, wanted in zip(replies["fused"], replies["deferred"], strict=True):
+        batching.assert_same_reply(got, wanted, LOGITS["float32"])
+
+
+def test_auto_is_fused_and_nothing_has_failed():
+    model = tiny.build("llama", dtype=mx.bfloat16)
+    with kvstow.attached(model, "turbo") as report:
+        assert (report.fetch, report.warnings) == ("fused", ())
+    assert all(outcome.passed for _, outcome in selfcheck.remembered())

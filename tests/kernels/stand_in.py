@@ -1,0 +1,123 @@
+"""Stands for `kvstow.kernels.mlx` on a machine without a GPU: the same calls, recorded."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstow.attention import fused, parity, selfcheck
+from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.mlx import attend as attend_deferred
+from kvstow.codec import mlx as codec
+from kvstow.kernels import mlx as real
+from kvstow.kernels.plan import Device
+
+
+@dataclass
+class Attended:
+    """What `attend` was called with; `starts` and `lengths` are lists or None."""
+
+    shape: tuple
+    capacity: int
+    longest: int
+    starts: list | None
+    lengths: list | None
+    window: int
+    scale: float
+
+
+@dataclass
+class StandIn:
+    """Attends as the kernel says it does, by MLX's operations, and encodes with the codec.
+
+    A query that sees nothing gets zeros, and what is outside the rows is not used.
+    """
+
+    attended: list[Attended] = field(default_factory=list)
+    encoded: list[tuple] = field(default_factory=list)
+    error: BaseException | None = None  # of every call
+    attention_off: float = 0.0  # added to every output
+    bytes_off: bool = False  # whether encoded scales are wrong
+
+    Rows = real.Rows
+    Scores = real.Scores
+
+    def device(self):
+        return Device.of(90)
+
+    def attend(self, queries, planes, tokens, scheme, scores):
+        self.raise_if_told()
+        keys, values = planes
+        b, _, n, _ = queries.shape
+        capacity = keys.scales.shape[2]
+        assert capacity % 8 == 0
+        assert isinstance(scores.scale, float)
+        assert scores.sinks is None
+        ragged = isinstance(tokens, real.Rows)
+        longest = tokens.longest if ragged else tokens
+        assert longest <= capacity
+        starts = np.array(tokens.starts) if ragged else np.zeros(b, int)
+        lengths = np.array(tokens.lengths) if ragged else np.full(b, longest)
+        self.attended.append(
+            Attended(
+                queries.shape,
+                capacity,
+                longest,
+                starts.tolist() if ragged else None,
+                lengths.tolist() if ragged else None,
+                scores.window,
+                scores.scale,
+            )
+        )
+        if ragged:
+            assert (tokens.starts.dtype, tokens.lengths.dtype) == (mx.int32, mx.int32)
+        at = np.arange(longest)
+        own = (lengths[:, None] - n + np.arange(n))[:, :, None]
+        seen = (at >= starts[:, None, None]) & (at <= own)
+        if scores.window:
+            seen &= at > own - scores.window
+        clean = [
+            type(part)(*(mx.where(mx.isnan(p), 0, p) if p.dtype == mx.float16 else p for p in part))
+            for part in (keys, values)
+        ]
+        window = PackedWindow(*clean, longest, scheme)
+        mask = None if seen.all() else mx.array(seen[:, None])
+        output = attend_deferred(queries, window, scale=scores.scale, mask=mask)
+        sees = mx.array(seen.any(-1)[:, None, :, None])
+        return mx.where(sees, output + self.attention_off, 0).astype(queries.dtype)
+
+    def encode(self, keys, values, scheme):
+        self.raise_if_told()
+        self.encoded.append((keys.shape, str(scheme)))
+        k = codec.encode_keys(keys, bits=scheme.key_bits, guard=True, search=scheme.search)
+        v = codec.encode_values(values, bits=scheme.value_bits, guard=True, search=scheme.search)
+        return (k._replace(scales=k.scales + 1), v) if self.bytes_off else (k, v)
+
+    def raise_if_told(self):
+        if self.error is not None:
+            raise self.error
+
+    def forget(self):
+        """Whatever was recorded, the calls of self-checks too."""
+        self.attended.clear()
+        self.encoded.clear()
+
+
+def new_process(monkeypatch):
+    """What a process knows at its start."""
+    monkeypatch.setattr(selfcheck, "_outcomes", {})
+    monkeypatch.setattr(fused, "_warned", set())
+    monkeypatch.setattr(fused, "_counts", type(fused._counts)())
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """A GPU that is not there, with an empty cache directory."""
+    stand_in = StandIn()
+    monkeypatch.setenv("KVSTOW_CACHE", str(tmp_path / "cache"))
+    for module in (fused, parity, selfcheck):
+        monkeypatch.setattr(module, "kernels", stand_in)
+    monkeypatch.setattr(fused, "why_no_device", str)
+    new_process(monkeypatch)
+    return stand_in
