@@ -27,6 +27,7 @@ COMMANDS = {
         "kvstow.cli.bench",
         "Measure prompt and decode speed and peak memory under several schemes.",
     ),
+    "doctor": ("kvstow.cli.doctor", "Say what works on this machine, and what does not and why."),
     "eval": ("kvstow.cli.eval", "Measure what each scheme costs in quality, on your own model."),
 }
 SHARED = frozenset({"generate"})  # what several processes can do together

@@ -24,9 +24,9 @@ def environment(command: str, blas: BlasReport) -> dict[str, Any]:
         "machine": f"{processor()} ({platform.system()} {platform.machine()})",
         "device": device or processor(),
         "blas": blas.name,
-        "kvstow": _version("kvstow"),
-        "mlx": _version("mlx"),
-        "mlx_lm": _version("mlx-lm"),
+        "kvstow": version("kvstow"),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
     }
 
 
@@ -48,7 +48,8 @@ def commit() -> str | None:
     return described.stdout.strip() or None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None if it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # on the path without being installed
