@@ -26,6 +26,7 @@ pytestmark = pytest.mark.mlx
 kernels, new_process = stand_in.kernels, stand_in.new_process
 build, tokens = tiny.build, tiny.tokens
 SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
+MASKED = "a mask that says more than where rows and windows begin"
 
 
 def run(model, schedule=SCHEDULE):
@@ -137,9 +138,7 @@ def test_sliding_windows_go_to_the_kernel_before_and_after_they_are_full(kernels
         kernels.forget()
         before = fused.counts()
         np.testing.assert_array_equal(run(model, schedule), wanted)
-    # Two layers and 33 steps after the first, of which gemma3 itself cuts the mask of four.
-    refused = fused.counts() - before
-    assert refused.pop("kernel") >= 2 * 33 - 2
+    assert fused.counts() - before == Counter({"kernel": 2 * 33})  # layers, steps but the first
     assert 32 in {call.longest for call in kernels.attended}
 
 
@@ -182,6 +181,11 @@ def test_replies_of_a_batch_are_those_of_deferred(kernels, name, scheme):
             integration.FusedRotatingKVCache,
         }
     assert any(call.starts and any(call.starts) for call in kernels.attended)
+    refused = set(fused.counts()) - {"kernel"}
+    if "stored" in scheme:  # where the prompt itself is attended to as stored
+        refused.discard("more than 8 query tokens")
+    # A window that is full is a ring, and says where rows begin only once all have filled it.
+    assert refused <= ({MASKED} if name == "gemma3_text" else set())
 
 
 def test_rows_of_a_batch_begin_where_their_padding_ends(kernels):
@@ -238,9 +242,9 @@ def window_of(n_tokens=20):
 @pytest.mark.parametrize(
     ("n_queries", "mask", "why"),
     [
-        (1, mx.ones((1, 20), mx.bool_), "a mask that says more"),
-        (1, mx.zeros((1, 1, 1, 20)), "a mask that says more"),
-        (2, None, "a mask that says more"),
+        (1, mx.ones((1, 20), mx.bool_), MASKED),
+        (1, mx.zeros((1, 1, 1, 20)), MASKED),
+        (2, None, MASKED),
         (9, "causal", "more than 8 query tokens"),
     ],
     ids=["boolean", "additive", "none", "long"],
@@ -265,6 +269,14 @@ def test_a_scale_is_a_number_for_the_kernel(scale):
 
 
 # --- kernels that fail
+
+
+@pytest.mark.filterwarnings("ignore::kvstow.KvstowWarning")
+def test_a_gpu_that_is_too_old_has_no_kernel(kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "device", lambda: stand_in.Device.of(75))
+    report = kvstow.attach(build("llama"), "turbo")
+    assert report.fetch == "deferred"
+    assert "no kernel does this: ValueError: no launch" in report.fetch_reason
 
 
 def test_a_kernel_that_fails_its_check_is_not_used_and_said_once(kernels):
@@ -306,7 +318,7 @@ def test_a_kernel_that_fails_later_is_deferred_without_an_exception(kernels, as_
         np.testing.assert_array_equal(run(model), wanted)
         np.testing.assert_array_equal(run(model), wanted)
     messages = [str(w.message) for w in caught]
-    assert len(messages) == len(set(messages))
+    assert sum("kernel could not be called" in m for m in messages) == (0 if as_error else 2)
     assert bool(messages) != as_error
     assert not kernels.attended[2:]
     assert "kernel" not in fused.counts()

@@ -9,6 +9,7 @@ mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 fused = pytest.importorskip("kvstow.attention.fused")
 selfcheck = pytest.importorskip("kvstow.attention.selfcheck")
+parity = pytest.importorskip("kvstow.evaluate.parity")
 tiny = pytest.importorskip("tests.integration.tiny")
 batching = pytest.importorskip("tests.integration.test_batch_generate")
 
@@ -66,3 +67,8 @@ def test_auto_is_fused_and_nothing_has_failed():
     with kvstow.attached(model, "turbo") as report:
         assert (report.fetch, report.warnings) == ("fused", ())
     assert all(outcome.passed for _, outcome in selfcheck.remembered())
+
+
+def test_the_parity_suite_of_the_doctor_finds_no_difference():
+    differing = {check.name: check.why for check in parity.run(print) if not check.passed}
+    assert differing == {}

@@ -83,8 +83,8 @@ def attend(
                 queries, _aligned(window), call.tokens, window.scheme, call.scores
             )
         except Exception as error:
-            call = f"the kernel was refused: {say(error)}"
-            _warn(call)
+            call = "the kernel could not be called"
+            _warn(f"{call}, attention is deferred instead: {say(error)}", once=call)
         else:
             _count(KERNEL)
             return output
@@ -105,7 +105,8 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
     try:
         return kernels.encode(keys, values, scheme)
     except Exception as error:
-        _warn(f"the encoding kernel was refused: {say(error)}")
+        what = "the encoding kernel could not be called"
+        _warn(f"{what}: {say(error)}", once=what)
         return None
 
 
@@ -144,7 +145,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def _why_unchecked(task: AttendTask | EncodeTask) -> str:
     outcome = selfcheck.outcome(task)
     if not outcome.passed:
-        _warn(outcome.warning)
+        _warn(outcome.warning, once=outcome.why)
     return outcome.why
 
 
@@ -171,12 +172,12 @@ def _count(what: str) -> None:
         _counts[what] += 1
 
 
-def _warn(text: str) -> None:
-    """Warn once; never as an error, whatever filters say."""
+def _warn(text: str, *, once: str) -> None:
+    """Warn, but not twice of `once`; never as an error, whatever filters say."""
     with _lock:
-        if text in _warned:
+        if once in _warned:
             return
-        _warned.add(text)
+        _warned.add(once)
     try:
         warnings.warn(text, KvstowWarning, stacklevel=2)
     except Warning:  # a filter makes it an error
