@@ -171,13 +171,14 @@ def test_a_note_that_cannot_be_read_is_no_note(monkeypatch, text):
     assert selfcheck.remembered()
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_cache_directory_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+def test_a_cache_directory_that_cannot_be_written_is_no_error(kernels, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVSTOW_CACHE", str(tmp_path / "file"))
     assert selfcheck.outcome(ATTEND).passed
     assert selfcheck.check(ENCODE).passed
     assert selfcheck.remembered() == []
+    kernels.error = RuntimeError("out of memory")
+    assert not selfcheck.check(ENCODE).passed
 
 
 def test_a_task_comes_back_from_its_json():

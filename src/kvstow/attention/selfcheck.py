@@ -8,6 +8,7 @@ until something of `machine.identity` changes or `kvstow doctor --parity` checks
 A check that ends the process leaves a note behind, and counts as failed from then on.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -119,13 +120,18 @@ def _checked(task: Task, name: str) -> Outcome:
     except Exception as error:
         why = f"{name} failed its self-check: {parity.say(error)} ({_AGAIN})"
         if "memory" in str(error).lower():  # that there was too little is not the kernel's doing
-            path.unlink(missing_ok=True)
+            _forget(path)
             return Outcome(name, why)
     except BaseException:  # an interrupt says nothing of the kernel
-        path.unlink(missing_ok=True)
+        _forget(path)
         raise
     write_note(path, json.dumps({**started, "kernel": name, "why": why}, indent=2))
     return Outcome(name, why)
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _path(name: str) -> Path:
