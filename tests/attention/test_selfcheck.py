@@ -88,6 +88,14 @@ def test_a_kernel_that_does_not_compile_fails_with_the_first_line(kernels):
     assert not selfcheck.outcome(ATTEND).passed
 
 
+def test_an_illegal_access_is_remembered(kernels, monkeypatch):
+    kernels.error = RuntimeError("cudaStreamSynchronize: an illegal memory access was encountered")
+    assert not selfcheck.outcome(ATTEND).passed
+    new_process(monkeypatch)
+    kernels.error = None
+    assert "illegal memory access" in selfcheck.outcome(ATTEND).why
+
+
 def test_too_little_memory_is_not_remembered(kernels, monkeypatch):
     kernels.error = RuntimeError("[malloc] Unable to allocate: Out of memory")
     assert not selfcheck.outcome(ATTEND).passed

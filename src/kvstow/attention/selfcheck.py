@@ -25,6 +25,8 @@ from kvstow.kernels import mlx as kernels
 from kvstow.kernels.machine import identity
 
 _AGAIN = "kvstow doctor --parity checks it again"
+# Not the kernel's doing, unlike "an illegal memory access".
+_TOO_LITTLE_MEMORY = ("out of memory", "unable to allocate", "memoryallocation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def _checked(task: Task, name: str) -> Outcome:
             why = f"{name} failed its self-check: {why} ({_AGAIN})"
     except Exception as error:
         why = f"{name} failed its self-check: {parity.say(error)} ({_AGAIN})"
-        if "memory" in str(error).lower():  # that there was too little is not the kernel's doing
+        if any(said in str(error).lower() for said in _TOO_LITTLE_MEMORY):
             _forget(path)
             return Outcome(name, why)
     except BaseException:  # an interrupt says nothing of the kernel
