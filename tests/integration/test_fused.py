@@ -20,6 +20,7 @@ attention = pytest.importorskip("kvstow.attention.mlx")
 stand_in = pytest.importorskip("tests.kernels.stand_in")
 tiny = pytest.importorskip("tests.integration.tiny")
 batching = pytest.importorskip("tests.integration.test_batch_generate")
+saving = pytest.importorskip("tests.integration.test_snapshots")
 speculating = pytest.importorskip("tests.integration.test_speculative")
 
 pytestmark = pytest.mark.mlx
@@ -227,6 +228,20 @@ def test_a_draft_is_verified_by_the_kernel(kernels):
     got = speculating.drafted(model, copy.deepcopy(model), "turbo:k8v8", 3, "fused")
     assert (got.tokens, got.from_draft) == (wanted.tokens, wanted.from_draft)
     assert {call.shape[2] for call in kernels.attended} >= {1, 4}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_saved_cache_goes_on_by_the_kernels(kernels, tmp_path, name):
+    model = build(name)
+    with kvstow.attached(model, "turbo"):
+        cache, text = saving.filled(model, 13)
+        saving.save(tmp_path / "x", model, cache, text)
+        loaded = saving.load(tmp_path / "x", model)
+        assert list(map(type, loaded)) == list(map(type, cache))
+        kernels.forget()
+        saving.assert_same(model, cache, loaded)
+    served = [call for call in kernels.attended if call.longest < 100]  # no self-checks
+    assert len(served) == 2 * 2 * 4  # layers, caches, steps
 
 
 # --- what the kernel does not take

@@ -24,8 +24,12 @@ from mlx_lm.models.cache import (
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SnapshotError
-from kvstow.integrations.mlx_lm.cache import DeferredKVCache, PackedKVCache
-from kvstow.integrations.mlx_lm.rotating import DeferredRotatingKVCache, PackedRotatingKVCache
+from kvstow.integrations.mlx_lm.cache import DeferredKVCache, FusedKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.rotating import (
+    DeferredRotatingKVCache,
+    FusedRotatingKVCache,
+    PackedRotatingKVCache,
+)
 from kvstow.integrations.mlx_lm.rows import PackedRows, as_pairs
 from kvstow.scheme import Affine
 from kvstow.snapshot import Record, Source
@@ -45,8 +49,8 @@ DTYPES = {
     mx.uint64: "U64",
     mx.int64: "I64",
 }
-_PACKED_CACHES = (PackedKVCache, DeferredKVCache)
-_PACKED_SLIDING = (PackedRotatingKVCache, DeferredRotatingKVCache)
+_PACKED_CACHES = (PackedKVCache, DeferredKVCache, FusedKVCache)
+_PACKED_SLIDING = (PackedRotatingKVCache, DeferredRotatingKVCache, FusedRotatingKVCache)
 _KINDS: Mapping[type, str] = {
     **dict.fromkeys((KVCache, ConcatenateKVCache, QuantizedKVCache, *_PACKED_CACHES), "full"),
     **dict.fromkeys((RotatingKVCache, *_PACKED_SLIDING), "sliding"),
