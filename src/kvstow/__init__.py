@@ -13,9 +13,19 @@ from kvstow.errors import (
     PolicyError,
     PromptError,
     SchemeError,
+    SnapshotError,
     UnsupportedModel,
 )
-from kvstow.integrations import AttachReport, KVUsage, attach, attached, detach, usage
+from kvstow.integrations import (
+    AttachReport,
+    KVUsage,
+    attach,
+    attached,
+    detach,
+    load_cache,
+    save_cache,
+    usage,
+)
 from kvstow.models import load
 from kvstow.policy import Policy
 from kvstow.scheme import Scheme
@@ -33,11 +43,14 @@ __all__ = [
     "PromptError",
     "Scheme",
     "SchemeError",
+    "SnapshotError",
     "UnsupportedModel",
     "attach",
     "attached",
     "detach",
     "load",
+    "load_cache",
+    "save_cache",
     "usage",
     "use_fast_blas",
 ]

@@ -174,6 +174,7 @@ class Session:
             chunk = tokens[start : start + PREFILL_TOKENS]
             self.model(mx.array(chunk)[None], cache=cache)
             mx.eval([c.state for c in cache])
+            mx.clear_cache()
             if on_prefill:
                 on_prefill(start + len(chunk), len(tokens))
         return cache

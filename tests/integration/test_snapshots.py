@@ -283,6 +283,24 @@ def test_the_skeleton_of_a_model_has_the_shape_of_the_model(saved):
     assert said["shapes"] == ["full 2 x 64", "full 2 x 64"]
 
 
+def test_the_public_functions_save_and_load_a_cache_and_its_tokens(tmp_path):
+    model = tiny.build("llama")
+    path = str(tmp_path / "x")
+    with kvstow.attached(model, "turbo:k8v3"):
+        cache, tokens = filled(model, 20)
+        n_bytes = kvstow.save_cache(path, cache, tokens, model=model, tokenizer=Tokenizer())
+        assert n_bytes == (tmp_path / "x").stat().st_size
+        loaded, read = kvstow.load_cache(path, model=model, tokenizer=Tokenizer())
+        assert read == tokens
+        assert_same(model, cache, loaded)
+        with pytest.raises(kvstow.SnapshotError):
+            kvstow.load_cache(path, model=model, tokenizer=Tokenizer(9))
+    with pytest.raises(kvstow.UnsupportedModel, match="expected an mlx-lm model"):
+        kvstow.save_cache(path, [], [], model=object(), tokenizer=Tokenizer())
+    with pytest.raises(kvstow.UnsupportedModel, match="expected an mlx-lm model"):
+        kvstow.load_cache(path, model=object(), tokenizer=Tokenizer())
+
+
 def test_one_file_starts_many_runs(saved):
     model = tiny.build("llama")
     with kvstow.attached(model, "turbo:k8v3"):

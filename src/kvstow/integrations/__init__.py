@@ -5,8 +5,9 @@ nothing that the caller has not.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
 from kvstow.errors import KvstowWarning, UnsupportedModel
@@ -14,8 +15,18 @@ from kvstow.integrations.report import AttachReport, Fetch, KVUsage
 from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Scheme
+from kvstow.snapshot import Snapshot
 
-__all__ = ["AttachReport", "KVUsage", "attach", "attached", "detach", "usage"]
+__all__ = [
+    "AttachReport",
+    "KVUsage",
+    "attach",
+    "attached",
+    "detach",
+    "load_cache",
+    "save_cache",
+    "usage",
+]
 
 _HOSTS = {"mlx.nn": "mlx_lm"}  # package of the model's base class: adapter
 
@@ -94,6 +105,48 @@ def usage(cache: list[Any]) -> KVUsage:
     """
     measured: KVUsage = require(f"{__name__}.mlx_lm").usage(cache)
     return measured
+
+
+def save_cache(
+    path: str | Path, cache: list[Any], tokens: Sequence[int], *, model: Any, tokenizer: Any
+) -> int:
+    """Save a prompt cache in a file, at once or not at all; returns the bytes of the file.
+
+    The tokens are in the file too, so only its owner may read it. The model should be attached
+    as it was when the cache was filled.
+
+    Args:
+        path: Where; a file that is there is replaced.
+        cache: The model's, of one sequence.
+        tokens: All that were appended to it; another number than its own is refused.
+        model: The model that filled it.
+        tokenizer: Of the tokens.
+
+    Raises:
+        SnapshotError: If the cache cannot be saved, or the file not written.
+        UnsupportedModel: If `model` belongs to no known framework.
+    """
+    snapshots = require(f"{_adapter(model).__name__}.snapshots")
+    saved: int = snapshots.save(Path(path), cache, tokens, model=model, tokenizer=tokenizer)
+    return saved
+
+
+def load_cache(path: str | Path, *, model: Any, tokenizer: Any) -> tuple[list[Any], list[int]]:
+    """Load a prompt cache that `save_cache` or ``kvstow cache save`` wrote, and its tokens.
+
+    Args:
+        path: The file.
+        model: The model that filled the cache, attached to the scheme of the file.
+        tokenizer: Of the model.
+
+    Raises:
+        SnapshotError: One of its own kinds for each cause: another model, scheme or tokenizer,
+            a damaged file.
+        UnsupportedModel: If `model` belongs to no known framework.
+    """
+    snapshots = require(f"{_adapter(model).__name__}.snapshots")
+    with Snapshot(Path(path)) as snapshot:
+        return snapshots.load(snapshot, model=model, tokenizer=tokenizer), snapshot.tokens()
 
 
 def _attach(model: Any, scheme: Any, fetch: Fetch, *, stacklevel: int) -> AttachReport:

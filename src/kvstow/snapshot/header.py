@@ -120,7 +120,9 @@ def length(first: bytes, file_bytes: int) -> int:
     for at, expected in fixed.items():
         got = first[at : at + len(expected)]
         if got != expected[: len(got)]:
-            raise ForeignSnapshot("this is not a snapshot of kvstow")
+            raise ForeignSnapshot(
+                "this is not a snapshot of kvstow (mlx-lm's own prompt caches are not read)"
+            )
     n_bytes = int.from_bytes(first[:LENGTH_BYTES], "little") + LENGTH_BYTES
     if len(first) >= LENGTH_BYTES and n_bytes > MAX_HEADER_BYTES:
         raise OversizedHeader(
