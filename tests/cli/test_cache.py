@@ -137,7 +137,9 @@ def test_showing_a_damaged_file_says_so_and_fails(refused, saved):
 @pytest.mark.usefixtures("no_load")
 def test_a_place_that_cannot_be_written_is_refused_before_weights_load(refused, tiny, tmp_path):
     args = ("cache", "save", "--model", tiny.llama, "--prompt", "hi", "-o")
-    assert "there is no directory" in refused(*args, tmp_path / "none" / "x", code=2)
+    said = refused(*args, tmp_path / "none" / "x", code=2)
+    assert f"cannot write in {tmp_path / 'none'}: No such file or directory" in said
+    assert "Not a directory" in refused(*args, tiny.llama / "x", code=2)
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"weights, not a cache")
     assert "it is not replaced" in refused(*args, other, code=2)

@@ -1,6 +1,7 @@
 """``kvstow cache save``: read a prompt, and save its KV cache in a file."""
 
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -103,10 +104,15 @@ def check_output(output: Path) -> None:
     """Refuse a place that cannot be written, before anything is computed.
 
     Raises:
-        click.UsageError: If there is no such directory, or another kind of file is there.
+        click.UsageError: If nothing can be written in that directory, or another kind of file is
+            there.
     """
-    if not output.parent.is_dir():
-        raise click.UsageError(f"--output: there is no directory {output.parent}")
+    try:
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise click.UsageError(
+            f"--output: cannot write in {output.parent}: {error.strerror}"
+        ) from error
     if not output.exists():
         return
     if not output.is_file():
