@@ -21,7 +21,7 @@ from kvstow.scheme import GROUP_SIZE, VALUE_BITS
 def errors_in(table):
     """Whole numbers by candidate and place."""
     halves = table.words.astype("<u8").view("<u2").reshape(*table.words.shape, -1)
-    return halves.transpose(0, 2, 1).reshape(table.n_candidates, -1).astype(np.int64)
+    return halves.transpose(0, 2, 1).reshape(-1, table.words.shape[1]).astype(np.int64)
 
 
 @pytest.mark.parametrize("bits", VALUE_BITS)

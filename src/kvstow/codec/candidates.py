@@ -31,11 +31,6 @@ class Candidates(NamedTuple):
     resolution: int
     shift: int
 
-    @property
-    def n_candidates(self) -> int:
-        """How many ways to code a group the table knows."""
-        return PER_WORD * len(self.words)
-
 
 def middles(low: int, high: int, resolution: int) -> Float[np.ndarray, " p"]:
     """What stands for the elements of each place from `low` to `high`: float64."""

@@ -23,7 +23,7 @@ _POINTERS = (
     "weights",
     "arrivals",
 )
-_COUNTS = (
+DECODE_COUNTS = (
     "n_kv_heads",
     "group",
     "n_queries",
@@ -41,7 +41,7 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int) for name in _COUNTS),
+        *((name, ctypes.c_int) for name in DECODE_COUNTS),
         ("scale_log2", ctypes.c_float),
     )
 

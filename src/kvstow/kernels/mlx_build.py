@@ -11,21 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstow.kernels.arguments import DECODE_COUNTS
 from kvstow.kernels.source import cuda_include, digest
 from kvstow.kernels.specialise import DecodeKernel, EncodeKernel, Kernel
 
 _PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
-DECODE_COUNTS = (
-    "n_kv_heads",
-    "group",
-    "n_queries",
-    "capacity",
-    "length",
-    "row_blocks",
-    "n_splits",
-    "chunk",
-    "window",
-)
 ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
 
 
