@@ -95,13 +95,14 @@ def test_there_is_a_row_for_each_length_and_scheme(rows):
     assert off["encode_share"] < min(affine["encode_share"], turbo["encode_share"])
 
 
-def test_rows_are_appended_to_the_output_one_json_object_each(bench, tmp_path):
+def test_rows_are_appended_to_the_output_one_json_object_each(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["kvstow", "bench", "--output"])
     path = tmp_path / "rows.jsonl"
     for _ in range(2):
         assert bench("--output", path, contexts=[20], schemes=["turbo:k8v3"]).exit_code == 0
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     assert [line["scheme"] for line in lines] == ["turbo:k8v3"] * 2
-    assert lines[0]["command"].startswith("kvstow ")
+    assert lines[0]["command"] == "kvstow bench --output"
 
 
 def test_a_context_that_is_still_exact_is_measured(rows):
