@@ -211,6 +211,24 @@ def saved(tmp_path):
     return tmp_path / "x"
 
 
+def test_what_a_model_is_set_to_is_a_part_of_its_fingerprint():
+    """Equal weights compute something else with other positions or another scale of an adapter."""
+    module = pytest.importorskip("mlx_lm.tuner.lora")
+    model = tiny.build("llama")
+    same, other = tiny.build("llama"), tiny.build("llama", rope_theta=5e5)
+    whole = snapshots.fingerprint(model)
+    assert whole == snapshots.fingerprint(same)
+    assert whole != snapshots.fingerprint(other)
+    found = set()
+    for scale in (1.0, 2.0):
+        mx.random.seed(1)
+        adapted = module.LoRALinear.from_base(same.layers[0].self_attn.q_proj, scale=scale)
+        same.layers[0].self_attn.q_proj = adapted
+        found.add(snapshots.fingerprint(same).weights)
+        same.layers[0].self_attn.q_proj = adapted.linear
+    assert len({whole.weights, *found}) == 3
+
+
 def test_saving_and_loading_leave_the_model_as_it_was(saved):
     model = tiny.build("llama")
     before = snapshots.fingerprint(model)

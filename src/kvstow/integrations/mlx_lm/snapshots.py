@@ -1,7 +1,9 @@
 """Save the prompt cache of a model in a file, and load it for the same model again."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from kvstow.errors import DamagedSnapshot, SnapshotError
 from kvstow.integrations.mlx_lm import probe, records
 from kvstow.integrations.mlx_lm.attach import attachment, plain_caches
 from kvstow.policy import Policy
-from kvstow.snapshot import Fingerprint, Manifest, Snapshot, Source, check_scheme, write
+from kvstow.snapshot import Fingerprint, Manifest, Record, Snapshot, Source, check_scheme, write
 from kvstow.snapshot.header import TensorInfo
 
+_PLAIN = (bool, int, float, str)
 N_SAMPLES = 64  # of each parameter; a sum over all of it goes into the hash beside them
 
 
@@ -42,24 +45,13 @@ def save(
     Raises:
         SnapshotError: If the cache cannot be saved, or the file not written.
     """
-    described = [records.describe(c) for c in cache]
     held = np.asarray(tokens, np.uint32)
+    described = [records.describe(c) for c in cache]
     sources = {"tokens": Source("U32", held.shape, lambda: held)}
     for i, (_, arrays) in enumerate(described):
         sources |= records.sources(arrays, f"{i}.")
-    manifest = Manifest(
-        model=fingerprint(model),
-        tokenizer=vocabulary_id(tokenizer),
-        policy=_policy(model),
-        layers=tuple(record for record, _ in described),
-        n_tokens=len(held),
-        notes=notes or {},
-    )
-    try:
-        manifest.check({name: TensorInfo(x.dtype, x.shape) for name, x in sources.items()})
-    except DamagedSnapshot as error:
-        raise SnapshotError(f"this cache cannot be saved: {error}") from error
-    return write(path, manifest, sources)
+    layers = tuple(record for record, _ in described)
+    return write(path, identity(model, tokenizer).manifest(layers, sources, notes), sources)
 
 
 def load(snapshot: Snapshot, *, model: Any, tokenizer: Any) -> list[Any]:
@@ -79,12 +71,76 @@ def load(snapshot: Snapshot, *, model: Any, tokenizer: Any) -> list[Any]:
     check(snapshot.manifest, model)
     snapshot.manifest.check_tokenizer(vocabulary_id(tokenizer))
     snapshot.manifest.model.check(fingerprint(model))
+    return restored(snapshot, make_prompt_cache(model))
+
+
+def restored(snapshot: Snapshot, fresh: Sequence[Any]) -> list[Any]:
+    """The cache in a file, in the place of one that is known to be of the same model and schemes.
+
+    Args:
+        snapshot: The file. Every tensor is verified before anything is returned.
+        fresh: A new prompt cache of the model's.
+
+    Raises:
+        SnapshotError: If the file is damaged.
+    """
 
     def read(name: str) -> mx.array:
         return records.to_mlx(snapshot.read(name), snapshot.tensors[name].dtype)
 
-    pairs = zip(make_prompt_cache(model), snapshot.manifest.layers, strict=True)
+    pairs = zip(fresh, snapshot.manifest.layers, strict=True)
     return [records.restored(c, record, read, f"{i}.") for i, (c, record) in enumerate(pairs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What all caches of one attached model have in common.
+
+    Attributes:
+        model: Which one it is.
+        tokenizer: A hash of the vocabulary.
+        policy: What it is attached to.
+    """
+
+    model: Fingerprint
+    tokenizer: str
+    policy: Policy
+
+    def manifest(
+        self,
+        layers: Sequence[Record],
+        sources: Mapping[str, Source],
+        notes: Mapping[str, str] | None,
+    ) -> Manifest:
+        """The manifest of one of them.
+
+        Args:
+            layers: Its records.
+            sources: Its tensors, the tokens among them.
+            notes: Whatever else shall be remembered.
+
+        Raises:
+            SnapshotError: If these do not belong together.
+        """
+        (n_tokens,) = sources["tokens"].shape
+        made = Manifest(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            policy=self.policy,
+            layers=tuple(layers),
+            n_tokens=n_tokens,
+            notes=notes or {},
+        )
+        try:
+            made.check({name: TensorInfo(x.dtype, x.shape) for name, x in sources.items()})
+        except DamagedSnapshot as error:
+            raise SnapshotError(f"this cache cannot be saved: {error}") from error
+        return made
+
+
+def identity(model: Any, tokenizer: Any) -> Identity:
+    """Of a model as it is attached now."""
+    return Identity(fingerprint(model), vocabulary_id(tokenizer), _policy(model))
 
 
 def check(manifest: Manifest, model: Any) -> None:
@@ -115,9 +171,10 @@ def weights_id(model: Any) -> str:
     """A hash of the parameters as they are loaded, their dtypes and any adapter included.
 
     Of each, the sum of its bits as whole numbers, which is exact in any order, and some
-    elements; so all are read once, on the device.
+    elements; so all are read once, on the device. With them goes what modules are set to,
+    such as the base of their positions, or the scale of an adapter.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_settings(model).encode())
     parameters: Any = tree_flatten(model.parameters())
     for name, x in sorted(parameters):
         bits = x.reshape(-1).view(_bits(x.dtype))
@@ -143,6 +200,19 @@ def _shape(model: Any) -> Fingerprint:
         shapes.append(record.shape(infos, ""))
     name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return Fingerprint(str(name), tuple(shapes))
+
+
+def _settings(model: Any) -> str:
+    """Every number, word and configuration that is an attribute of a module, in one line."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN):
+                found[f"{name}.{key}"] = value
+            elif is_dataclass(value) and not isinstance(value, type) and not callable(value):
+                found[f"{name}.{key}"] = asdict(value)  # a model's ``args``
+    # Objects within would be written with their address.
+    return json.dumps(found, sort_keys=True, default=lambda x: type(x).__name__)
 
 
 def _policy(model: Any) -> Policy:
