@@ -135,6 +135,11 @@ class Manifest:
             "notes": dict(self.notes),
         }
 
+    @property
+    def least_tokens(self) -> int:
+        """To how few tokens the cache can be trimmed; `n_tokens` if not at all."""
+        return max((layer.least_tokens(self.n_tokens) for layer in self.layers), default=1)
+
     def check(self, tensors: Tensors) -> None:
         """Refuse tensors that are not those of the layers.
 

@@ -102,6 +102,17 @@ class Record:
         own = () if isinstance(self.scheme, Off) else (self.scheme,)
         yield from chain(own, *(member.schemes() for member in self.members))
 
+    def least_tokens(self, n_tokens: int) -> int:
+        """To how few of its `n_tokens` it can be trimmed, and be as if it had read no more."""
+        if self.kind == "list":
+            return max((member.least_tokens(n_tokens) for member in self.members), default=1)
+        forgot = self.kind == "sliding" and self.numbers["offset"] >= self.numbers["max_size"]
+        if self.kind == "arrays" or forgot or self.numbers.get("start_position", 0):
+            return n_tokens
+        if self.stage == "packed" and isinstance(self.scheme, Turbo):
+            return max(1, self.scheme.start_tokens or 1)  # fewer would still be exact
+        return 1
+
     def shape(self, tensors: Tensors, prefix: str) -> str:
         """Heads and widths, in words, whatever the scheme is; part of a fingerprint."""
         if self.kind == "list":

@@ -41,6 +41,11 @@ class Source:
     shape: tuple[int, ...]
     read: Callable[[], npt.NDArray[Any]]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the array."""
+        return TensorInfo(self.dtype, self.shape).n_bytes
+
 
 def write(path: Path, manifest: Manifest, sources: Mapping[str, Source]) -> int:
     """Write a snapshot to `path`; returns its bytes. Only its owner may read it.
