@@ -22,6 +22,7 @@ COMMANDS = {
         "kvstow.cli.cache",
         "Save the KV cache of a long prompt once, and use it many times.",
     ),
+    "serve": ("kvstow.cli.serve", "Answer over HTTP, as OpenAI's interface does."),
     "fit": ("kvstow.cli.fit", "Say what a context costs under each scheme, without weights."),
     "bench": (
         "kvstow.cli.bench",

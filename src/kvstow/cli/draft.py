@@ -66,6 +66,23 @@ def refuse_draft(model: ModelConfig, draft_model: str | None, how: How) -> None:
     """
     if draft_model is None:
         return
+    if why := why_no_speculation(model, draft_model, how):
+        raise UnsupportedModel(why)
+
+
+def why_no_speculation(model: ModelConfig, draft_model: str, how: How) -> str:
+    """Why the two models' caches cannot forget rejected tokens; empty if they can.
+
+    Args:
+        model: What is known of the model.
+        draft_model: The draft model's name.
+        how: Of both.
+
+    Raises:
+        ModelNotFound: As `read_config`.
+        ModelFileError: As `read_config` and `skeleton`.
+        UnsupportedModel: If `attach` refuses the draft model, or their vocabularies differ.
+    """
     scheme, fetch, dtype = how
     try:
         draft = read_config(draft_model)
@@ -75,18 +92,19 @@ def refuse_draft(model: ModelConfig, draft_model: str | None, how: How) -> None:
     tokens, draft_tokens = map(read_vocabulary, (model.source, draft.source))
     if tokens is not None and draft_tokens is not None:
         _check_vocabularies(tokens, draft_tokens)
-    speculative = require("kvstow.integrations.mlx_lm.speculative")
-    for name, config in (("model", model), ("draft model", draft)):
-        unloaded = skeleton(config.config, dtype)
-        with attached(unloaded, scheme, fetch=fetch_of(scheme, fetch)):
-            if why := speculative.why_untrimmable(unloaded):
-                raise UnsupportedModel(f"the {name} cannot decode speculatively: {why}")
     widths = _vocab_size(model), _vocab_size(draft)
     if widths[1] > widths[0] > 0:
         raise UnsupportedModel(
             f"the draft model may propose any of {widths[1]} tokens, "
             f"and the model has embeddings of {widths[0]}"
         )
+    speculative = require("kvstow.integrations.mlx_lm.speculative")
+    for name, config in (("model", model), ("draft model", draft)):
+        unloaded = skeleton(config.config, dtype)
+        with attached(unloaded, scheme, fetch=fetch_of(scheme, fetch)):
+            if why := speculative.why_untrimmable(unloaded):
+                return f"the {name} cannot decode speculatively: {why}"
+    return ""
 
 
 @contextmanager

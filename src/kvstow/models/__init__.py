@@ -7,7 +7,7 @@ package imports no framework.
 """
 
 from kvstow.models.config import ModelConfig, context_length, read_config
-from kvstow.models.load import load
+from kvstow.models.load import default_dtype, load
 from kvstow.models.skeleton import skeleton
 
-__all__ = ["ModelConfig", "context_length", "load", "read_config", "skeleton"]
+__all__ = ["ModelConfig", "context_length", "default_dtype", "load", "read_config", "skeleton"]

@@ -6,7 +6,7 @@ from kvstow.cache_dir import Progress
 from kvstow.errors import ModelFileError
 from kvstow.models.config import hub_config
 from kvstow.models.convert import convert
-from kvstow.models.locate import locate
+from kvstow.models.locate import Source, locate
 from kvstow.models.weights import check_dtype
 from kvstow.require import require
 
@@ -36,8 +36,9 @@ def load(
         check_dtype(dtype)
     source = locate(model)
     mx = require("mlx.core")
-    if source.kind == "gguf" and source.path is not None:
-        where = str(convert(source.path, dtype or _default_dtype(mx), progress))
+    dtype = dtype or default_dtype(source)
+    if source.kind == "gguf" and source.path is not None and dtype is not None:
+        where = str(convert(source.path, dtype, progress))
         return _load(where, group)
     if source.kind == "hub":
         hub_config(source.name)  # says what is wrong with a name before anything large is fetched
@@ -47,7 +48,15 @@ def load(
     return loaded, tokenizer
 
 
-def _default_dtype(mx: Any) -> str:
+def default_dtype(source: Source) -> str | None:
+    """The dtype that `load` gives weights where it is not told; None: as they are stored.
+
+    Raises:
+        MissingDependency: If mlx is not installed.
+    """
+    if source.kind != "gguf":
+        return None
+    mx = require("mlx.core")
     return "float32" if mx.default_device() == mx.cpu else "bfloat16"
 
 

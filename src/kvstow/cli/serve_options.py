@@ -1,0 +1,153 @@
+"""The options of ``kvstow serve``, by what they are about."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstow.cli import params
+
+
+def json_object(value: str | dict[str, Any]) -> dict[str, Any]:
+    """Read ``{"enable_thinking": false}``."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{value!r} is not a JSON object")
+    return found
+
+
+class Adapter(click.Path):
+    """A directory with an adapter of mlx-lm."""
+
+    name = "directory"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        """Look whether it is one."""
+        path = Path(str(super().convert(value, param, ctx)))
+        lacks = [
+            x for x in ("adapter_config.json", "adapters.safetensors") if not (path / x).exists()
+        ]
+        if lacks:
+            self.fail(f"{path} holds no adapter: it lacks {' and '.join(lacks)}", param, ctx)
+        return str(path)
+
+
+def _grouped(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
+    return click.option(
+        name, type=click.IntRange(min=1), default=default, show_default=True, help=text
+    )
+
+
+def _seconds(name: str, default: float, text: str) -> Callable[[Any], Any]:
+    return click.option(
+        name, type=params.Finite(min=0.1), default=default, show_default=True, help=text
+    )
+
+
+where = _grouped(
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=8080,
+        show_default=True,
+        help="Port to listen on; 0 is any that is free.",
+    ),
+    click.option(
+        "--api-key",
+        envvar="KVSTOW_API_KEY",
+        help="What clients send as Authorization: Bearer. Other users of the machine can read a "
+        "command line, so better the variable KVSTOW_API_KEY.",
+    ),
+    click.option(
+        "--allowed-host",
+        "allowed_hosts",
+        multiple=True,
+        help="A name that the server may be called by; may be repeated.  "
+        "[default: any with an API key or beyond this machine, else localhost]",
+    ),
+    click.option(
+        "--allowed-origin",
+        "allowed_origins",
+        multiple=True,
+        help="A web page's origin that may ask (CORS), or *; may be repeated.  [default: none]",
+    ),
+    click.option("--served-name", help="What clients call the model.  [default: as --model]"),
+)
+limits = _grouped(
+    click.option(
+        "--kv-budget",
+        "kv_budget_bytes",
+        type=params.size,
+        help="Memory for all KV caches, such as 8GB.  "
+        "[default: what 80% of the free memory leaves beside the weights]",
+    ),
+    click.option(
+        "--max-queue",
+        type=click.IntRange(min=0),
+        default=64,
+        show_default=True,
+        help="Most requests that wait for memory or for their turn.",
+    ),
+    _seconds("--queue-timeout", 60, "Longest time that a request waits, in seconds."),
+    _seconds("--request-timeout", 600, "Longest time that a request takes, in seconds."),
+    _seconds("--drain-timeout", 30, "Time for running requests after SIGTERM, in seconds."),
+    click.option(
+        "--max-body-bytes",
+        type=params.size,
+        default="16MiB",
+        show_default=True,
+        help="Largest body of a request.",
+    ),
+)
+engine = _grouped(
+    _count("--decode-concurrency", 32, "Most requests that decode together."),
+    _count("--prompt-concurrency", 8, "Most prompts that are read together."),
+    _count("--prefill-step-size", 2048, "Tokens of a prompt that are read at a time."),
+    _count("--prompt-cache-size", 10, "Most prompts whose caches are kept for later ones."),
+)
+defaults = _grouped(
+    _count("--max-tokens", 512, "Most tokens of an answer, where a request does not say."),
+    click.option(
+        "--temp",
+        type=params.Finite(0, 2),
+        default=0.0,
+        show_default=True,
+        help="Temperature where a request does not say; 0 takes the most likely token.",
+    ),
+    click.option(
+        "--top-p", type=params.Finite(0, 1), default=1.0, show_default=True, help="The same."
+    ),
+    click.option(
+        "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="The same."
+    ),
+    click.option(
+        "--min-p", type=params.Finite(0, 1), default=0.0, show_default=True, help="The same."
+    ),
+    click.option(
+        "--chat-template-args",
+        type=json_object,
+        default="{}",
+        show_default=True,
+        help="Arguments of the chat template, as a JSON object.",
+    ),
+    click.option(
+        "--chat-template-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="A Jinja file in the place of the model's own chat template.",
+    ),
+)

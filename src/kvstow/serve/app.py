@@ -1,0 +1,138 @@
+"""The routes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvstow.serve import delivery
+from kvstow.serve.body import read_body, while_connected
+from kvstow.serve.options import Limits
+from kvstow.serve.refusal import Refusal, TooSlow
+from kvstow.serve.requests import ChatRequest, TextRequest, read_chat, read_text
+from kvstow.serve.responses import ChatFormat, Format, TextFormat
+from kvstow.serve.security import Guard
+from kvstow.serve.service import Service
+
+CLIENT_CLOSED = 499  # nobody sees it
+
+
+def make_app(service: Service) -> Starlette:
+    """The application over one model."""
+    limits = service.limits
+
+    async def chat(request: Request) -> Response:
+        return await _complete(service, request, read_chat, ChatFormat)
+
+    async def text(request: Request) -> Response:
+        return await _complete(service, request, read_text, TextFormat)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(_model(service))
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": service.state}, 200 if service.state == "ok" else 503)
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", text, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[*_cors(limits), Middleware(Guard, limits=limits)],
+        exception_handlers={
+            Refusal: _refused,
+            HTTPException: _not_routed,
+            ClientDisconnect: _gone,
+            Exception: _broken,
+        },
+    )
+
+
+async def _complete(
+    service: Service,
+    request: Request,
+    read: Callable[[bytes], ChatRequest | TextRequest],
+    form_of: Callable[[str], Format],
+) -> Response:
+    limits = service.limits
+    deadline = asyncio.get_running_loop().time() + limits.request_timeout_s
+    try:
+        async with asyncio.timeout_at(deadline):
+            body = await read_body(request, limits.max_body_bytes)
+    except TimeoutError as error:
+        raise TooSlow from error
+    asked = read(body)
+    form = form_of(service.model.served_name)
+    return await while_connected(request, _answer(service, asked, form, deadline))
+
+
+async def _answer(
+    service: Service, asked: ChatRequest | TextRequest, form: Format, deadline: float
+) -> Response:
+    exchange = await service.open(asked, deadline)
+    if asked.stream:
+        return delivery.EventStream(exchange, form, with_usage=asked.wants_usage)
+    return await delivery.whole(exchange, form)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.served_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "kvstow",
+    }
+
+
+def _cors(limits: Limits) -> list[Middleware]:
+    """Only where web pages are let in at all."""
+    if not limits.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(limits.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["x-kvstow-lane", "retry-after"],
+        )
+    ]
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    refusal = error if isinstance(error, Refusal) else _unexpected()
+    return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    message = f"there is no {request.method} {request.url.path}"
+    return await _refused(request, Refusal(status, message, code="unknown_url"))
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _broken(request: Request, _: Exception) -> Response:
+    return await _refused(request, _unexpected())
+
+
+def _unexpected() -> Refusal:
+    """Starlette raises the error again behind this, so that it is logged."""
+    return Refusal(500, "an error of the server itself; its log has more", code="internal_error")

@@ -1,0 +1,77 @@
+"""How much memory there is for caches, and what the caches of a request take."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvstow.capacity import ModelShape, cost, max_tokens
+from kvstow.policy import Policy
+from kvstow.scheme import Scheme
+
+SHARE = 0.8  # of the memory that is free; the rest is for everything that nobody counts
+_GPU_KEYS = ("max_recommended_working_set_size", "free_memory", "total_memory", "memory_size")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A model whose caches a request fills.
+
+    Attributes:
+        shape: Of the model.
+        scheme: Of its caches.
+    """
+
+    shape: ModelShape
+    scheme: Scheme | Policy
+
+    def cache_bytes(self, n_tokens: int) -> int:
+        """Bytes of the caches of one request of `n_tokens`."""
+        if not n_tokens:
+            return 0
+        needed = cost(self.shape, self.scheme, n_tokens)
+        return needed.cache_bytes + needed.fixed_bytes
+
+
+def default_budget(stored: Stored, weight_bytes: int, memory_bytes: int) -> int:
+    """Bytes for caches: what weights and the work of one long prompt leave.
+
+    Args:
+        stored: The model.
+        weight_bytes: Of all models.
+        memory_bytes: That may be taken in all.
+
+    Returns:
+        0 or less where not even the weights fit.
+    """
+    room = memory_bytes - weight_bytes
+    longest = max_tokens(stored.shape, stored.scheme, max(room, 0)).tokens
+    if longest is None:  # nothing grows with the context
+        return room
+    return room - cost(stored.shape, stored.scheme, longest).working_bytes
+
+
+def usable_memory() -> int:
+    """Bytes that this process may take on the device that computes."""
+    return int(SHARE * (_host_memory() if mx.default_device() == mx.cpu else _gpu_memory()))
+
+
+def _gpu_memory() -> int:
+    info: dict[str, Any] = mx.device_info()
+    found = [info[key] for key in _GPU_KEYS if isinstance(info.get(key), int)]
+    return found[0] if found else _host_memory()
+
+
+def _host_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(free, int(_CGROUP.read_text("ascii")))
+    except (OSError, ValueError):  # no limit, or "max"
+        return free

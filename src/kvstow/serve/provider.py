@@ -1,0 +1,106 @@
+"""The one model of a server, loaded as the other commands load it, and attached."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import ModelProvider
+
+from kvstow.errors import ModelFileError
+from kvstow.integrations import AttachReport, attach
+from kvstow.integrations.report import fetch_of
+from kvstow.models import load
+from kvstow.policy import Policy
+from kvstow.serve.options import EngineOptions, ModelOptions
+
+
+class Provider(ModelProvider):
+    """mlx-lm's `ModelProvider` for a model that stays.
+
+    Args:
+        options: Of the model.
+        engine: Read by mlx-lm's engine from here.
+
+    Attributes:
+        report: What `attach` said of the model, once it is loaded.
+        draft_report: And of the draft model.
+        on_loaded: Called then.
+    """
+
+    model: Any  # of any kind; mlx-lm declares nothing
+    tokenizer: Any
+    draft_model: Any
+    model_key: Any
+
+    def __init__(self, options: ModelOptions, engine: EngineOptions) -> None:
+        super().__init__(_mlx_lm_arguments(options, engine))
+        self.options = options
+        self.report: AttachReport | None = None
+        self.draft_report: AttachReport | None = None
+        self.on_loaded: Callable[[], None] = lambda: None
+
+    def load_default(self) -> None:
+        """Load and attach; mlx-lm asks for it first, in the thread that generates.
+
+        Raises:
+            KvstowError: If something cannot be loaded, or not be attached.
+        """
+        options = self.options
+        model, tokenizer = load(options.model, dtype=options.dtype)
+        if options.adapter_path is not None:
+            _add_adapters(model, options.adapter_path)
+        self.report = attach(model, options.stored, fetch=options.fetch)
+        if options.chat_template is not None:
+            tokenizer.chat_template = options.chat_template
+            tokenizer.has_chat_template = True
+        if options.draft_model is not None:
+            draft, _ = load(options.draft_model, dtype=options.dtype)
+            scheme = Policy.of(options.stored).default  # rules are about the other model's layers
+            self.draft_report = attach(draft, scheme, fetch=fetch_of(scheme, options.fetch))
+            self.draft_model = draft
+        self.model, self.tokenizer = model, tokenizer
+        self.model_key = (options.model, options.adapter_path, options.draft_model)
+        caches = make_prompt_cache(model)
+        self.is_batchable = self.draft_model is None and all(hasattr(c, "merge") for c in caches)
+        self.on_loaded()
+
+    def load(self, *_: Any) -> tuple[Any, Any]:
+        """The model and its tokenizer, whatever is asked: requests are checked before."""
+        return self.model, self.tokenizer
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens the tokenizer knows."""
+        return len(self.tokenizer)
+
+
+def _add_adapters(model: Any, path: str) -> None:
+    from mlx_lm.tuner.utils import load_adapters  # noqa: PLC0415 (imports datasets and more)
+
+    try:
+        load_adapters(model, path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"mlx-lm cannot load the adapter {path}: {error}") from error
+    model.eval()
+
+
+def _mlx_lm_arguments(options: ModelOptions, engine: EngineOptions) -> Namespace:
+    """What mlx-lm's engine reads of its own command line."""
+    return Namespace(
+        adapter_path=options.adapter_path,
+        chat_template=None,
+        chat_template_args={},
+        decode_concurrency=engine.decode_concurrency,
+        draft_model=options.draft_model,
+        kv_bits=None,  # the scheme is attached instead
+        kv_group_size=64,
+        model=options.model,
+        pipeline=False,
+        prefill_step_size=engine.prefill_step_size,
+        prompt_cache_bytes=None,  # see `kvstow.serve.prompt_cache`
+        prompt_concurrency=engine.prompt_concurrency,
+        quantized_kv_start=0,
+        trust_remote_code=False,
+        use_default_chat_template=False,
+    )

@@ -1,0 +1,159 @@
+"""The whole server: a socket, the engine's thread, and uvicorn's event loop."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from kvstow.errors import KvstowError
+from kvstow.serve.app import make_app
+from kvstow.serve.budget import Stored
+from kvstow.serve.engine import Engine
+from kvstow.serve.gateway import Gateway
+from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions
+from kvstow.serve.prompt_cache import WithinBudget
+from kvstow.serve.provider import Provider
+from kvstow.serve.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that was decided before the model is loaded.
+
+    Attributes:
+        model: What is served.
+        caches: The models whose caches a request fills: it, and a draft model.
+        kv_budget_bytes: For all caches.
+        engine: mlx-lm's options.
+        defaults: Where a request is silent.
+        limits: Of requests.
+    """
+
+    model: ModelOptions
+    caches: tuple[Stored, ...]
+    kv_budget_bytes: int
+    engine: EngineOptions
+    defaults: Defaults
+    limits: Limits
+
+    def cache_bytes(self, n_tokens: int) -> int:
+        """Bytes of the caches of one request of `n_tokens`."""
+        return sum(stored.cache_bytes(n_tokens) for stored in self.caches)
+
+
+def make_service(setup: Setup) -> Service:
+    """The service, whose engine waits for its `start`."""
+    gateway = Gateway(
+        setup.cache_bytes,
+        setup.kv_budget_bytes,
+        slots=setup.engine.decode_concurrency,
+        max_queue=setup.limits.max_queue,
+        queue_timeout_s=setup.limits.queue_timeout_s,
+    )
+    kept = WithinBudget(setup.engine.prompt_cache_size, lambda: gateway.room_bytes)
+    engine = Engine(Provider(setup.model, setup.engine), kept)
+    return Service(engine, gateway, model=setup.model, defaults=setup.defaults, limits=setup.limits)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is any that is free.
+
+    Raises:
+        KvstowError: If it cannot.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise KvstowError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+class Server:
+    """A service and the event loop that it is asked from.
+
+    Args:
+        setup: What to serve.
+        drain_timeout_s: How long running requests may take once it is to end.
+        on_ready: Called in the thread that generates, once the model is loaded.
+
+    Attributes:
+        service: Which answers.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        drain_timeout_s: float,
+        on_ready: Callable[[Service], None] = lambda _: None,
+    ) -> None:
+        self.service = make_service(setup)
+        self._on_ready = on_ready
+        config = uvicorn.Config(
+            make_app(self.service),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        self._http = _Http(config)
+
+    def run(self, listener: socket.socket) -> None:
+        """Load the model and answer, until SIGTERM, SIGINT or `stop`.
+
+        Raises:
+            Exception: What the model could not be loaded for; of kvstow's own where it is known.
+        """
+        engine = self.service.engine
+        engine.start(on_ready=self._ready, on_death=self._died)
+        try:
+            asyncio.run(self._http.serve(sockets=[listener]))
+        finally:
+            engine.stop_and_join()
+        if engine.failure is not None and not engine.is_ready:
+            raise engine.failure
+
+    def stop(self) -> None:
+        """Take no more requests, and end after those that run."""
+        self._http.should_exit = True
+
+    def _ready(self) -> None:
+        if not self.service.engine.model_provider.is_batchable:
+            self.service.gateway.one_at_a_time()
+        self._on_ready(self.service)
+
+    def _died(self) -> None:
+        if not self.service.engine.is_ready:
+            self.stop()  # the model is not loaded, and will not be
+
+
+class _Http(uvicorn.Server):
+    """uvicorn's, for which a signal is a normal end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle them for the length of the block; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._leave)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _leave(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -1,0 +1,146 @@
+"""A real server in a thread, asked by the real client of OpenAI."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+
+import kvstow  # noqa: E402
+from kvstow.integrations.mlx_lm import read_shape  # noqa: E402
+from kvstow.serve.budget import Stored  # noqa: E402
+from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions  # noqa: E402
+from kvstow.serve.provider import Provider  # noqa: E402
+from kvstow.serve.server import Server, Setup, listen  # noqa: E402
+
+MB = 10**6
+
+
+def until(condition, seconds=20):
+    """Wait until something holds; fail if it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+class Running:
+    """A server that runs, and clients of it."""
+
+    def __init__(self, server, port):
+        self.server, self.service = server, server.service
+        self.url = f"http://127.0.0.1:{port}"
+        key = self.service.limits.api_key or "none"
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60
+        )
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def gateway(self):
+        return self.service.gateway
+
+    @property
+    def engine(self):
+        return self.service.engine
+
+    def post(self, path="/v1/chat/completions", **body):
+        return self.http.post(path, json=body)
+
+    def is_idle(self):
+        return self.gateway.n_running == 0 and self.gateway.reserved_bytes == 0
+
+
+@contextlib.contextmanager
+def running(setup, *, wait=True):
+    """Run a server for the length of the block."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(setup, drain_timeout_s=5)
+    thread = threading.Thread(target=server.run, args=(listener,))
+    thread.start()
+    try:
+        it = Running(server, listener.getsockname()[1])
+        if wait:
+            until(lambda: server.service.state == "ok")
+        with it.client, it.http:
+            yield it
+    finally:
+        server.stop()
+        thread.join()
+
+
+class Loaded(Provider):
+    """A provider of a model that is in memory already; this one attaches it."""
+
+    given = None
+
+    def load_default(self):
+        self.model, self.tokenizer = self.given
+        self.report = kvstow.attach(self.model, self.options.stored, fetch=self.options.fetch)
+        self.model_key = ("given",)
+        caches = make_prompt_cache(self.model)
+        self.is_batchable = all(hasattr(c, "merge") for c in caches)
+        self.on_loaded()
+
+    def reset(self):
+        pass
+
+
+@contextlib.contextmanager
+def serving(pair, scheme="turbo:k8v3", *, kv_budget_bytes=200 * MB, context=None, **options):
+    """Serve a model and a tokenizer that are in memory; nothing may be left of its requests."""
+    wait = options.pop("wait", True)
+
+    def of(kind):
+        return kind(**{k: options.pop(k) for k in list(options) if k in kind.__dataclass_fields__})
+
+    stored = kvstow.Scheme.parse(scheme)
+    engine, limits = of(EngineOptions), of(Limits)
+    setup = Setup(
+        model=ModelOptions("given", stored, "tiny", context),
+        caches=(Stored(read_shape(pair[0], context), stored),),
+        kv_budget_bytes=kv_budget_bytes,
+        engine=engine,
+        defaults=Defaults(**{"max_tokens": 16} | options),
+        limits=limits,
+    )
+    given = type("Given", (Loaded,), {"given": pair})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstow.serve.server.Provider", given)
+        with running(setup, wait=wait) as it:
+            yield it
+            until(it.is_idle)
+    kvstow.detach(pair[0])
+
+
+@pytest.fixture
+def serve():
+    return serving
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A tiny random llama and its tokenizer of bytes; contexts are up to 256 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    path = pytest.importorskip("tests.models.conftest").gguf_writer(folder)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVSTOW_CACHE", str(folder / "cache"))
+        model, tokenizer = kvstow.load(str(path))
+    mx.eval(model.parameters())  # arrays that are not computed belong to the thread that made them
+    return model, tokenizer
+
+
+@pytest.fixture
+def demo(smollm2):
+    """The demo model, for the thread of a server."""
+    mx.eval(smollm2[0].parameters())
+    return smollm2
