@@ -1,4 +1,4 @@
-"""One run of a session: its text as it comes, and what it did and took."""
+"""One run of a session: what it takes, its text as it comes, and what it did and took."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -9,6 +9,55 @@ import mlx.core as mx
 from kvstow.attention import fused
 from kvstow.integrations import AttachReport, KVUsage, usage
 from kvstow.integrations.mlx_lm.speculative import proposed
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn; the names and meanings are mlx-lm's.
+
+    Attributes:
+        temp: Temperature; 0 takes the most likely token.
+        top_p: Nucleus; 0 for off.
+        top_k: The k most likely tokens; 0 for all.
+        min_p: Least probability, relative to the most likely token's.
+        seed: Of the random generator; None leaves it as it is.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The draft model of speculative decoding.
+
+    Attributes:
+        model: An mlx-lm model, attached, with the vocabulary of the session's.
+        report: What `kvstow.attach` said of it.
+        num_draft_tokens: How many tokens it proposes at a time.
+        context_tokens: The longest context that its config allows, where it says.
+    """
+
+    model: Any
+    report: AttachReport
+    num_draft_tokens: int
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that were computed before.
+
+    Attributes:
+        tokens: All of them.
+        cache: A prompt cache that holds them; the run that continues it changes it.
+    """
+
+    tokens: list[int]
+    cache: list[Any]
 
 
 @dataclass(frozen=True, slots=True)

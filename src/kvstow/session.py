@@ -5,7 +5,6 @@ Each `Session.generate` is one `Run` with a fresh cache through mlx-lm's own
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,62 +15,14 @@ from mlx_lm.sample_utils import make_sampler
 from kvstow.capacity import PREFILL_TOKENS
 from kvstow.errors import PromptError, UnsupportedModel
 from kvstow.integrations import AttachReport
+from kvstow.integrations.mlx_lm.disk_prefixes import ModelPrefixes
 from kvstow.integrations.mlx_lm.probe import text_args
 from kvstow.integrations.mlx_lm.speculative import CachePair, why_untrimmable
-from kvstow.run import Drafting, Run, Summary
+from kvstow.run import Draft, Drafting, Prefix, Run, Sampling, Summary
 
 _BETWEEN = "\ue000\ue001"  # marks a place in a chat turn; no text has it: private use
 
 __all__ = ["Draft", "Prefix", "Run", "Sampling", "Session", "Summary"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn; the names and meanings are mlx-lm's.
-
-    Attributes:
-        temp: Temperature; 0 takes the most likely token.
-        top_p: Nucleus; 0 for off.
-        top_k: The k most likely tokens; 0 for all.
-        min_p: Least probability, relative to the most likely token's.
-        seed: Of the random generator; None leaves it as it is.
-    """
-
-    temp: float = 0.0
-    top_p: float = 0.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """The draft model of speculative decoding.
-
-    Attributes:
-        model: An mlx-lm model, attached, with the vocabulary of the session's.
-        report: What `kvstow.attach` said of it.
-        num_draft_tokens: How many tokens it proposes at a time.
-        context_tokens: The longest context that its config allows, where it says.
-    """
-
-    model: Any
-    report: AttachReport
-    num_draft_tokens: int
-    context_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens that were computed before.
-
-    Attributes:
-        tokens: All of them.
-        cache: A prompt cache that holds them; the run that continues it changes it.
-    """
-
-    tokens: list[int]
-    cache: list[Any]
 
 
 class Session:
@@ -231,6 +182,43 @@ class Session:
             **options,
         )
         return Run(responses, self.report, cache, drafting, held)
+
+    def generate_kept(
+        self,
+        prefixes: ModelPrefixes,
+        tokens: list[int],
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Run:
+        """As `generate`, from the longest prefix on disk; what is read of the prompt goes there.
+
+        A file holds a prompt without its last token, which is always read.
+
+        Args:
+            prefixes: Those of this model, as it is attached.
+            tokens: The whole prompt.
+            on_prefill: Called with the tokens read so far, and those that there are to read.
+            options: Of `generate`.
+
+        Raises:
+            PromptError: As `generate`.
+            UnsupportedModel: If there is a draft model, which would not have read the prefix.
+        """
+        held = prefixes.nearest(tokens[:-1])
+        if held is None:
+            prefix = Prefix([], make_prompt_cache(self.model))
+        else:
+            prefix = Prefix(tokens[: held.n_tokens], held.trimmed())
+
+        def noted(done: int, n_tokens: int) -> None:
+            if on_prefill is not None:
+                on_prefill(done, n_tokens)
+            if done == n_tokens - 1 > 0:
+                prefixes.put(tokens[:-1], prefix.cache)
+
+        rest = tokens[len(prefix.tokens) :]
+        return self.generate(rest, prefix=prefix, on_prefill=noted, **options)
 
     def _drafting(
         self, cache: list[Any], n_prompt: int, max_tokens: int

@@ -34,6 +34,7 @@ KEYS = {
     "draft",
     "processes",
     "resumed_tokens",
+    "prefix_cache",
 }
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import draft as drafting
-from kvstow.cli import params, processes
+from kvstow.cli import params, prefix_cache, processes
 from kvstow.cli import resume as resuming
 from kvstow.cli.progress import progress_bar
 from kvstow.cli.refuse import check_fetch, refuse
@@ -39,6 +40,7 @@ LONG_PROMPT_TOKENS = 512
 @click.option("--system-prompt", help="The system turn of the chat template.")
 @params.chat_template
 @resuming.option
+@prefix_cache.options
 @click.option(
     "--max-tokens",
     "-m",
@@ -79,11 +81,13 @@ def generate(
     system_prompt: str | None,
     chat_template: bool,
     resume: Path | None,
+    kept: prefix_cache.PrefixCache,
     max_tokens: int,
     draft_model: str | None,
     num_draft_tokens: int | None,
     dtype: str | None,
     as_json: bool,
+    seed: int | None,
     **sampling: Any,
 ) -> None:
     """Answer a prompt with the KV cache stored under a scheme.
@@ -107,6 +111,7 @@ def generate(
         chat_template=chat_template,
         n_processes=team.size,
     )
+    kept.check_options(resume=resume, draft=draft_model, n_processes=team.size)
     config = read_config(model)
     refuse(config.config, [stored], fetch, dtype)
     resumed.refuse_other(config.config, stored, fetch, dtype)
@@ -122,6 +127,7 @@ def generate(
         drafting.loaded_draft(
             draft_model, num_draft_tokens, tokenizer, (of_draft, fetch, dtype)
         ) as draft,
+        kept.opened(loaded, tokenizer, model) as on_disk,
     ):
         session: Session = runs.Session(
             loaded, tokenizer, report, context_tokens=config.context_length, draft=draft
@@ -129,16 +135,16 @@ def generate(
         prefix = resumed.load(loaded, tokenizer)
         turn = {"system_prompt": system_prompt, "chat_template": chat_template}
         tokens = _encode(session, text, turn, continued=prefix is not None)
-        sampling["seed"] = processes.shared_seed(sampling["seed"], team)
         options = {
             "max_tokens": max_tokens,
-            "sampling": runs.Sampling(**sampling),
+            "sampling": runs.Sampling(**sampling, seed=processes.shared_seed(seed, team)),
             "echo": team.is_first and not as_json,
-            "prefix": prefix,
+            "on_disk": on_disk,
+            **({} if prefix is None else {"prefix": prefix}),
         }
         run, answer = _stream(session, tokens, **options)
         summary = replace(run.summary(), processes=team.size)
-    _print(team, answer, summary, as_json=as_json)
+    _print(team, answer, summary, kept, as_json=as_json)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -232,19 +238,28 @@ def _encode(session: "Session", text: str, turn: dict[str, Any], *, continued: b
     return session.encode(text, **turn)
 
 
-def _print(team: processes.Processes, answer: str, summary: "Summary", *, as_json: bool) -> None:
+def _print(
+    team: processes.Processes,
+    answer: str,
+    summary: "Summary",
+    kept: prefix_cache.PrefixCache,
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
-        team.print(json.dumps({"text": answer, **summary.as_dict()}))
+        said = {"text": answer, **summary.as_dict(), "prefix_cache": kept.stats}
+        team.print(json.dumps(said))
     else:
-        team.say(describe(summary))
+        team.say("\n".join([describe(summary), *kept.lines()]))
 
 
 def _stream(
-    session: "Session", tokens: list[int], *, echo: bool, **options: Any
+    session: "Session", tokens: list[int], *, on_disk: Any, echo: bool, **options: Any
 ) -> tuple["Run", str]:
+    start = session.generate if on_disk is None else partial(session.generate_kept, on_disk)
     shown = len(tokens) >= LONG_PROMPT_TOKENS and session.draft is None
     with progress_bar("prompt", shown=shown) as step:
-        run = session.generate(tokens, on_prefill=step, **options)
+        run = start(tokens, on_prefill=step, **options)
         text = iter(run)
         first = next(text, "")
     pieces = []

@@ -4,7 +4,6 @@ A cache is put there without waiting: its arrays are evaluated and kept, and a t
 own, which knows numpy alone, writes them. Files are read where they are asked for.
 """
 
-import copy
 import threading
 import warnings
 import weakref
@@ -50,11 +49,10 @@ class Held:
     n_tokens: int
 
     def trimmed(self) -> list[Any]:
-        """A copy that holds these tokens alone."""
-        hit = copy.deepcopy(self.cache)
+        """The cache, which holds those tokens alone from now on."""
         if self.n_tokens < len(self.tokens):
-            trim_prompt_cache(hit, len(self.tokens) - self.n_tokens)
-        return hit
+            trim_prompt_cache(self.cache, len(self.tokens) - self.n_tokens)
+        return self.cache
 
 
 class DiskPrefixes:
@@ -178,9 +176,12 @@ class ModelPrefixes:
         """
         model, asked = self._model(), as_tokens(tokens)
         held = None if model is None or asked is None else self._read(model, asked, in_memory)
+        stats = self._disk.stats
         if held is not None:
-            self._disk.stats.disk_hits += 1
-            self._disk.stats.disk_tokens += held.n_tokens
+            stats.disk_hits += 1
+            stats.disk_tokens += held.n_tokens
+        elif not in_memory:
+            stats.misses += 1
         self._disk.tell()
         return held
 

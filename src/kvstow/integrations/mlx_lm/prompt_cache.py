@@ -3,6 +3,7 @@
 A hit, on whatever tier, goes on as an uncached run that was cut into the same pieces.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,13 +56,13 @@ class TieredPromptCache(LRUPromptCache):
         disk = self._on_disk(model)
         held = None if disk is None else disk.nearest(tokens[:-1], in_memory)
         if held is not None:
-            super().insert_cache(model, held.tokens, held.cache)
+            super().insert_cache(model, held.tokens, copy.deepcopy(held.cache))
             return held.trimmed(), tokens[held.n_tokens :]
-        if cache is None:
-            self.stats.misses += 1
-        else:
+        if in_memory:
             self.stats.memory_hits += 1
             self.stats.memory_tokens += in_memory
+        elif disk is None:  # or it is counted there
+            self.stats.misses += 1
         return cache, rest
 
     def insert_cache(

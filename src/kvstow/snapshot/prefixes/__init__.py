@@ -8,7 +8,7 @@ in a file is believed. Files appear by a rename and are never changed, so there 
 lock: one that is gone is a miss. The time of its last change says when a file was last used.
 """
 
-from kvstow.snapshot.prefixes.directory import Entry, Found, PrefixDirectory
+from kvstow.snapshot.prefixes.directory import Entry, Found, PrefixDirectory, unusable_for_all
 from kvstow.snapshot.prefixes.names import HEAD_TOKENS, Tokens, as_tokens, key_of
 from kvstow.snapshot.prefixes.stats import PrefixStats
 from kvstow.snapshot.prefixes.writer import Job, WriteBehind, is_worth
@@ -30,4 +30,5 @@ __all__ = [
     "as_tokens",
     "is_worth",
     "key_of",
+    "unusable_for_all",
 ]

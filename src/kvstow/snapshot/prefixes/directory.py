@@ -188,8 +188,12 @@ class PrefixDirectory:
         """Remove a file that nobody can use; leave one that another reader or version may."""
         if not path.exists():
             return
-        theirs = type(error) is SnapshotError or isinstance(error, NewerSnapshot | OtherTables)
-        removed = not theirs and files.remove(path)
+        removed = unusable_for_all(error) and files.remove(path)
         if not removed:
             self._refused.add(path)
         self._on_problem(f"{error}: {'it was removed' if removed else 'it is not used'}")
+
+
+def unusable_for_all(error: SnapshotError) -> bool:
+    """Whether a file is of no use to other versions and users either."""
+    return type(error) is not SnapshotError and not isinstance(error, NewerSnapshot | OtherTables)

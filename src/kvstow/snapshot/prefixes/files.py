@@ -6,7 +6,7 @@ Other processes add and remove files at any time, so a file that is gone is no e
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,17 +67,19 @@ def evict(root: Path, max_bytes: int) -> list[Path]:
     for file in unfinished:
         if file.is_abandoned:
             remove(file.path)
-    held = entries(root)
-    n_bytes = sum(x.n_bytes for x in held)
-    n_bytes += sum(x.n_bytes for x in unfinished if not x.is_abandoned)
-    removed = []
+    n_bytes = sum(x.n_bytes for x in unfinished if not x.is_abandoned)
+    return [x.path for x in surplus(entries(root), max_bytes - n_bytes) if remove(x.path)]
+
+
+def surplus(held: Sequence[Stored], max_bytes: int) -> list[Stored]:
+    """The first of `held` that have to go so that the others take `max_bytes` at most."""
+    n_bytes, gone = sum(x.n_bytes for x in held), []
     for file in held:
         if n_bytes <= max_bytes:
             break
-        if remove(file.path):
-            removed.append(file.path)
-            n_bytes -= file.n_bytes
-    return removed
+        gone.append(file)
+        n_bytes -= file.n_bytes
+    return gone
 
 
 def remove(path: Path) -> bool:
