@@ -45,15 +45,17 @@ def compile_kernel(kernel, folder):
 {kernel.checks}
 static kvstow::{args} args;
 static void body() {{ {kernel.call("args", "emulator::shared.data()")}; }}
-extern "C" void launch(const kvstow::{args}* given, unsigned x, unsigned y, unsigned z) {{
+extern "C" bool launch(const kvstow::{args}* given, unsigned x, unsigned y, unsigned z) {{
   args = *given;
-  emulator::launch({{x, y, z}}, {kernel.threads}, {kernel.shared_bytes}, body);
+  return emulator::launch({{x, y, z}}, {kernel.threads}, {kernel.shared_bytes}, body);
 }}
 """
     source, library = folder / f"{kernel.name}.cc", folder / f"{kernel.name}.so"
     source.write_text(program)
     subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library)).launch
+    launch = ctypes.CDLL(str(library)).launch
+    launch.restype = ctypes.c_bool
+    return launch
 
 
 def attend(queries, planes, widths, folder, **options):
@@ -79,7 +81,7 @@ def attend(queries, planes, widths, folder, **options):
     sizes = h, plan.group, n_queries, capacity, capacity, plan.row_blocks
     counts = *sizes, n_splits, chunk, options.get("window", 0)
     args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))
-    compile_kernel(plan.kernel, folder)(ctypes.byref(args), n_splits, *plan.grid[1:])
+    assert compile_kernel(plan.kernel, folder)(ctypes.byref(args), n_splits, *plan.grid[1:])
     assert not arrivals.any()
     return output
 
@@ -99,7 +101,7 @@ def encode(keys, values, widths, folder, *, search=False, position=0):
     arrays = [keys, values, *planes, SIGNS[d].astype(np.int8), BOUNDARIES[vb], *tables]
     args = EncodeArgs(*map(_address, arrays), h, n, b * h * n, n + 8, position, h * n * d, n * d, d)
     launch = compile_kernel(kernel, folder)
-    launch(ctypes.byref(args), -(-b * h * n // kernel.vectors), 2, 1)
+    assert launch(ctypes.byref(args), -(-b * h * n // kernel.vectors), 2, 1)
     return planes
 
 

@@ -1,16 +1,14 @@
 // Runs the device source on a CPU: stands for primitives.cuh, and for what CUDA itself provides.
 //
-// A block's threads are fibers of one thread that take turns. Where the threads of a warp exchange
-// something, they meet: each leaves its part, waits until all have, and takes what it needs. Matrix
-// instructions are written out after their description in primitives.cuh. Blocks run one after the
-// other. Copies are done at once, so a missing wait is not found here; nothing is said of speed.
-#include <ucontext.h>
+// A block's threads are fibers (fibers.h). Where the threads of a warp exchange something, each leaves
+// its part, waits until all have, and takes what it needs. Matrix instructions are written out after
+// their description in primitives.cuh. Copies are done at once, so a missing wait is not found here;
+// nothing is said of speed.
+#include "fibers.h"
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -18,9 +16,6 @@
 #define KVSTOW_UNROLL
 #define KVSTOW_ROLLED
 
-struct Index {
-  unsigned x, y, z;
-};
 struct float2 {
   float x, y;
 };
@@ -39,87 +34,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 namespace emulator {
 
-constexpr int STACK_BYTES = 256 * 1024;
-
-struct Meeting {
-  int arrived = 0;
-  unsigned round = 0;
-};
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool done = false;
-};
-
-inline std::vector<Fiber> fibers;
-inline ucontext_t outside;
-inline unsigned current;
-inline Index thread, block, grid;
-inline std::vector<char> shared;
-inline Meeting of_block, of_lanes[32][32];  // by warp and lowest lane
-inline uint32_t left[32][32][6];            // by warp and lane
-
-inline void switch_to(unsigned next) {
-  const unsigned own = current;
-  current = next, thread = {next, 0, 0};
-  swapcontext(&fibers[own].context, &fibers[next].context);
-}
-inline void take_turns() {
-  for (unsigned next = current + 1;; ++next) {
-    next %= fibers.size();
-    if (!fibers[next].done) {
-      if (next != current) switch_to(next);
-      return;
-    }
-  }
-}
-inline void meet(Meeting& meeting, int n) {
-  const unsigned round = meeting.round;
-  if (++meeting.arrived == n) {
-    meeting.arrived = 0;
-    ++meeting.round;
-    return;
-  }
-  while (meeting.round == round) take_turns();
-}
-inline unsigned warp() { return current / 32; }
-inline unsigned lane() { return current % 32; }
-inline void meet_lanes(unsigned mask) {
-  meet(of_lanes[warp()][__builtin_ctz(mask)], __builtin_popcount(mask));
-}
-
-inline void (*work)();
-inline void begin() {
-  work();
-  fibers[current].done = true;
-  for (unsigned next = 0; next < fibers.size(); ++next)
-    if (!fibers[next].done) {
-      current = next, thread = {next, 0, 0};
-      setcontext(&fibers[next].context);
-    }
-  setcontext(&outside);
-}
-inline void run_block(unsigned n_threads) {
-  fibers.clear();
-  fibers.resize(n_threads);
-  for (Fiber& fiber : fibers) {
-    fiber.stack.reset(new char[STACK_BYTES]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {fiber.stack.get(), 0, STACK_BYTES};
-    makecontext(&fiber.context, begin, 0);
-  }
-  current = 0, thread = {0, 0, 0};
-  swapcontext(&outside, &fibers[0].context);
-}
-inline void launch(Index blocks, unsigned n_threads, unsigned shared_bytes, void (*body)()) {
-  work = body, grid = blocks;
-  for (block.z = 0; block.z < grid.z; ++block.z)
-    for (block.y = 0; block.y < grid.y; ++block.y)
-      for (block.x = 0; block.x < grid.x; ++block.x) {
-        shared.assign(shared_bytes, '\x7f');  // whatever was there before
-        run_block(n_threads);
-      }
-}
+inline uint32_t left[32][32][6];  // by warp and lane
 
 template <class T>
 T exchange(unsigned mask, T x, unsigned from) {
