@@ -30,7 +30,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E
 from kvstow.attention.mlx import PackedWindow, attend, decode_window  # noqa: E402
 from kvstow.codec import mlx as codec  # noqa: E402
 from kvstow.evaluate.environment import environment  # noqa: E402
-from kvstow.kernels import mlx as kernels  # noqa: E402
+from kvstow.kernels import backend as kernels  # noqa: E402
 from kvstow.scheme import KEY_BITS, VALUE_BITS, Turbo  # noqa: E402
 
 SHAPES = {64: (9, 3), 128: (32, 8)}  # head_dim: query heads, KV heads

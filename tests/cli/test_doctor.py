@@ -22,7 +22,7 @@ def test_it_says_versions_device_blas_and_paths(cli):
     assert result.exit_code == 0
     for word in ("versions  kvstow", "machine", "device", "BLAS", "eager     works"):
         assert word in result.stdout
-    assert "fused     mlx has no CUDA back-end with a GPU here" in result.stdout
+    assert "fused     mlx has no CUDA or Metal back-end with a GPU here" in result.stdout
     assert "parity" not in result.stdout
 
 

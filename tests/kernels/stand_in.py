@@ -10,7 +10,7 @@ from kvstow.attention import fused, parity, selfcheck
 from kvstow.attention.mlx import PackedWindow
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.codec import mlx as codec
-from kvstow.kernels import mlx as real
+from kvstow.kernels import backend as real
 from kvstow.kernels.plan import Device
 
 
@@ -42,6 +42,9 @@ class StandIn:
 
     Rows = real.Rows
     Scores = real.Scores
+
+    def name(self):
+        return "cuda"
 
     def device(self):
         return Device.of(90)

@@ -66,6 +66,16 @@ def check(rng, folder, widths, shape, **options):
     assert not got[0].any()  # the empty row
 
 
+def hard_vectors(rng, head_dim):
+    """Of every size, constants, zeros, offsets, huge ones, NaN and infinity: ``(2, 3, 20, d)``."""
+    x = rng.standard_normal((2, 3, 20, head_dim)) * 10.0 ** rng.uniform(-9, 9, (2, 3, 20, 1))
+    x[0, 0, :2], x[0, 0, 2] = 1e-3, 0
+    x[0, 1] += 1e3
+    x[0, 2, :4] *= 1e25
+    x[1, 0, 5, 3], x[1, 0, 6, 2] = np.nan, np.inf
+    return x.astype(np.float32)
+
+
 @pytest.mark.parametrize("value_bits", VALUE_BITS)
 @pytest.mark.parametrize("key_bits", KEY_BITS)
 def test_attention_equals_the_definition_for_every_width(rng, tmp_path, key_bits, value_bits):
@@ -94,12 +104,7 @@ def test_a_sink_takes_weight_and_has_no_value(rng, tmp_path, n_queries):
     [(64, (8, 3), False), (128, (8, 5), True), (512, (5, 2), False), (256, (4, 8), True)],
 )
 def test_encoded_bytes_are_those_of_the_definition(rng, tmp_path, head_dim, widths, search):
-    keys = rng.standard_normal((2, 3, 20, head_dim)) * 10.0 ** rng.uniform(-9, 9, (2, 3, 20, 1))
-    keys[0, 0, :2], keys[0, 0, 2] = 1e-3, 0
-    keys[0, 1] += 1e3
-    keys[0, 2, :4] *= 1e25
-    keys[1, 0, 5, 3], keys[1, 0, 6, 2] = np.nan, np.inf
-    keys = keys.astype(np.float32)
+    keys = hard_vectors(rng, head_dim)
     values = np.ascontiguousarray(keys[::-1])
     planes = emulated.encode(keys, values, widths, tmp_path, search=search, position=5)
     want = (

@@ -1,6 +1,6 @@
 """Attention and encoding by the kernels where they can do it, and by MLX's operations elsewhere.
 
-A step goes to the kernel if its window is marked for it, MLX computes on a CUDA device, the
+A step goes to the kernel if its window is marked for it, MLX computes on a GPU, the
 step has few query tokens, its mask is one whose meaning is known (see `masks`), and the kernel
 has passed its self-check on this machine. Everything else is `mlx.attend`, and counted with
 the reason. Nothing here raises where that would not.
@@ -24,7 +24,7 @@ from kvstow.attention.tasks import AttendTask, EncodeTask
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import KvstowWarning
-from kvstow.kernels import mlx as kernels
+from kvstow.kernels import backend as kernels
 from kvstow.scheme import Turbo
 
 # What was compared with the definition on a GPU. More queries are a prompt, for which decoding
@@ -56,9 +56,16 @@ _lock = threading.Lock()
 
 def why_no_device() -> str:
     """Why no kernel can run here; empty if one can."""
-    if not mx.cuda.is_available():
-        return "mlx has no CUDA back-end with a GPU here"
+    if not kernels.name():
+        return "mlx has no CUDA or Metal back-end with a GPU here"
     return "" if codec.on_gpu() else "mlx's default device is the CPU"
+
+
+def why_not_unasked() -> str:
+    """Why kernels that can run here are only used where they are asked for; empty if they are."""
+    if kernels.name() == "metal":
+        return "kernels for Metal have not been timed on any Mac: fetch 'fused' asks for them"
+    return ""
 
 
 def counts() -> Counter[str]:

@@ -7,7 +7,7 @@ from kvstow.attention import reference
 from kvstow.attention.tasks import AttendTask, EncodeTask, Task
 from kvstow.codec import reference as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.kernels import mlx as kernels
+from kvstow.kernels import backend as kernels
 from kvstow.scheme import Turbo
 
 # Norm of the error over norm of the output. Queries become integers of 14 bits, weights and

@@ -21,7 +21,7 @@ from typing import Any
 from kvstow.attention import parity
 from kvstow.attention.tasks import Task, as_dict, from_dict
 from kvstow.cache_dir import cache_dir, write_note
-from kvstow.kernels import mlx as kernels
+from kvstow.kernels import backend as kernels
 from kvstow.kernels.machine import identity
 
 _AGAIN = "kvstow doctor --parity checks it again"

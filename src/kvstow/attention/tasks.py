@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvstow.kernels.metal_plan import MetalDevice
 from kvstow.kernels.plan import Device
-from kvstow.kernels.specialise import DTYPES, DecodeKernel, Dtype, EncodeKernel, decode_kernel
+from kvstow.kernels.specialise import DTYPES, Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +30,15 @@ class AttendTask:
     n_queries: int
     ragged: bool
 
-    def kernel(self, device: Device) -> DecodeKernel:
-        """What does it on `device`.
-
-        Raises:
-            ValueError: If nothing does.
-        """
-        widths, rows = (self.key_bits, self.value_bits), self.group * self.n_queries
-        return decode_kernel(widths, self.head_dim, _dtype(self.dtype), rows, device.shared_limit)
-
-    def name(self, device: Device) -> str:
+    def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled: other tasks may share it.
 
         Raises:
             ValueError: If nothing does it.
         """
-        return self.kernel(device).name + ("_ragged" if self.ragged else "")
+        widths, rows = (self.key_bits, self.value_bits), self.group * self.n_queries
+        kernel = device.decode_kernel(widths, self.head_dim, _dtype(self.dtype), rows)
+        return kernel.name + ("_ragged" if self.ragged else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +59,14 @@ class EncodeTask:
     dtype: str
     search: bool
 
-    def kernel(self, device: Device) -> EncodeKernel:  # noqa: ARG002 the same on all
-        """What does it on `device`.
-
-        Raises:
-            ValueError: If nothing does.
-        """
-        widths = self.key_bits, self.value_bits
-        return EncodeKernel(self.head_dim, *widths, _dtype(self.dtype), search=self.search)
-
-    def name(self, device: Device) -> str:
+    def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled.
 
         Raises:
             ValueError: If nothing does it.
         """
-        return self.kernel(device).name
+        widths, dtype = (self.key_bits, self.value_bits), _dtype(self.dtype)
+        return device.encode_kernel(widths, self.head_dim, dtype, search=self.search).name
 
 
 Task = AttendTask | EncodeTask

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import platform
 from functools import cache
 from importlib import metadata
 from importlib.resources import files
@@ -10,33 +11,39 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from kvstow.kernels import backend
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 # What makes machine code out of a specialisation, beside the device source.
-_LOADERS = ("mlx.py", "mlx_build.py", "plan.py", "source.py", "specialise.py")
+_LOADERS = {
+    "cuda": ("mlx.py", "mlx_build.py", "plan.py", "source.py", "specialise.py"),
+    "metal": ("metal_mlx.py", "metal_plan.py", "source.py"),
+}
 
 
 def identity() -> dict[str, str]:
     """Where a kernel has run: if one of these differs, it has not run here."""
     info = mx.device_info()
-    capability = ".".join(str(info.get(f"compute_capability_{p}", "?")) for p in ("major", "minor"))
-    return {
-        "device": str(info.get("device_name", "unknown")),
-        "capability": capability,
-        "driver": _driver(),
-        "cuda": _cuda(),
-        "nvrtc": _version("nvidia-cuda-nvrtc"),
-        "mlx": _version("mlx"),
-        "source": source_digest(),
-    }
+    found = {"device": str(info.get("device_name", "unknown"))}
+    if backend.name() == "metal":
+        # macOS brings the driver and the compiler.
+        found |= {"capability": str(info.get("architecture", "?"))}
+        found |= {"driver": f"macOS {platform.mac_ver()[0] or 'unknown'}"}
+    else:
+        parts = (info.get(f"compute_capability_{part}", "?") for part in ("major", "minor"))
+        found |= {"capability": ".".join(map(str, parts)), "driver": _driver(), "cuda": _cuda()}
+        found |= {"nvrtc": _version("nvidia-cuda-nvrtc")}
+    return {**found, "mlx": _version("mlx"), "source": source_digest(backend.name() or "cuda")}
 
 
 @cache
-def source_digest() -> str:
-    """Changes with the device source of any op, and with what launches it."""
+def source_digest(folder: str) -> str:
+    """Changes with the device source of any op in ``cuda`` or ``metal``, and what launches it."""
     here = files("kvstow.kernels")
-    cuda = sorted(entry.name for entry in here.joinpath("cuda").iterdir())
+    names = sorted(entry.name for entry in here.joinpath(folder).iterdir())
+    paths = [here.joinpath(folder, name) for name in names]
     digest = hashlib.sha256()
-    for path in (*(here.joinpath("cuda", n) for n in cuda), *map(here.joinpath, _LOADERS)):
+    for path in (*paths, *map(here.joinpath, _LOADERS[folder])):
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

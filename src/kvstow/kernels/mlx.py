@@ -1,4 +1,4 @@
-"""Launches the kernels on MLX arrays, through `mx.fast.cuda_kernel`.
+"""Launches the kernels for CUDA on MLX arrays, through `mx.fast.cuda_kernel`.
 
 Lengths and counts travel in one small array, which all layers of a step share: what a call
 costs on the host matters more at short contexts than what the kernel does.
@@ -18,46 +18,25 @@ import numpy as np
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
-from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
+from kvstow.kernels.calls import (
+    Rows,
+    Scores,
+    boundaries,
+    centroids,
+    check_alike,
+    check_tokens,
+    dtype_of,
+    signs,
+)
 from kvstow.kernels.mlx_build import decode_callable, encode_callable
 from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
-from kvstow.kernels.specialise import DTYPES, Dtype, EncodeKernel
+from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import GROUP_SIZE, Turbo
 
 # Arrivals are used again after so many calls of a thread. MLX puts at most
 # MLX_MAX_OPS_PER_BUFFER of them, 100 unless it is set, into one graph, and runs graphs of a
 # stream one after the other.
 N_SLOTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How scores become weights.
-
-    Attributes:
-        scale: Factor of the scores, usually ``d ** -0.5``.
-        window: Tokens that a query sees, itself included; 0: all.
-        sinks: A score for each query head of a token without a value, ``(hq,)``.
-    """
-
-    scale: float
-    window: int = 0
-    sinks: mx.array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where each row of a batch begins and ends: arrays of whole numbers ``(b,)``.
-
-    Attributes:
-        starts: The first token; those before it are padding.
-        lengths: Tokens from 0 on, the padding and those of this step included.
-        longest: No row is longer.
-    """
-
-    starts: mx.array
-    lengths: mx.array
-    longest: int
 
 
 def attend(
@@ -67,24 +46,7 @@ def attend(
     scheme: Turbo,
     scores: Scores,
 ) -> mx.array:
-    """Causal attention of the last tokens over packed planes; see `attention.reference`.
-
-    A query that sees no token gives zeros. Nothing outside a row is read.
-
-    Args:
-        queries: ``(b, hq, l, d)`` of any float dtype, the last `l` tokens of each row.
-        planes: Whole planes ``(b, h, capacity, *)``; the capacity is a multiple of 8.
-        tokens: How many of them are data, or the rows of a ragged batch.
-        scheme: Widths that the planes were encoded with.
-        scores: How the scores become weights.
-
-    Returns:
-        ``(b, hq, l, d)`` in the dtype of the queries.
-
-    Raises:
-        ValueError: If the heads do not divide, the capacity is not a multiple of 8, or there
-            are more tokens than it.
-    """
+    """See `backend.attend`."""
     b, hq, n_queries, d = queries.shape
     keys, values = planes
     h, capacity = keys.codes.shape[1:3]
@@ -95,7 +57,7 @@ def attend(
     shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=bool(rows))
     widths = scheme.key_bits, scheme.value_bits
     options = capacity, scores.window, scores.scale, bool(sinks)
-    made = _prepare(shape, widths, _dtype(queries), options)
+    made = _prepare(shape, widths, dtype_of(queries), options)
     plan = made.plan
     n_rows = b * hq * n_queries
     output: mx.array = made.kernel(
@@ -103,8 +65,8 @@ def attend(
             *keys,
             *values,
             queries,
-            _centroids(scheme.value_bits),
-            _signs(d),
+            centroids(scheme.value_bits),
+            signs(d),
             _arrivals(b * h * plan.row_blocks),
             made.counts,
             *rows,
@@ -119,24 +81,11 @@ def attend(
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
-    """Keys and values in one launch, bit for bit those of `codec.reference`, guarded.
-
-    Args:
-        keys: ``(b, h, n, d)`` of any float dtype.
-        values: The same shape and dtype.
-        scheme: Widths to encode with, and whether to search.
-
-    Raises:
-        ValueError: If the two differ in shape or dtype.
-    """
-    if keys.shape != values.shape or keys.dtype != values.dtype:
-        raise ValueError(
-            f"keys and values must be alike, got {keys.shape} {keys.dtype} "
-            f"and {values.shape} {values.dtype}"
-        )
+    """See `backend.encode`."""
+    check_alike(keys, values)
     b, h, n, d = keys.shape
     widths = scheme.key_bits, scheme.value_bits
-    kernel = EncodeKernel(d, *widths, _dtype(keys), search=scheme.search)
+    kernel = EncodeKernel(d, *widths, dtype_of(keys), search=scheme.search)
     groups = d // GROUP_SIZE
     row_bytes = d * scheme.key_bits // 8, groups, groups, d * scheme.value_bits // 8, groups
     shapes = [(b, h, n, width) for width in row_bytes]
@@ -148,7 +97,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
         tables = _search_tables(scheme.value_bits) if scheme.search else ()
         counts = _encode_counts(h, n, b * h * n)
         planes = encode_callable(kernel)(
-            inputs=[keys, values, _signs(d), _boundaries(scheme.value_bits), *tables, counts],
+            inputs=[keys, values, signs(d), boundaries(scheme.value_bits), *tables, counts],
             grid=(-(-b * h * n // kernel.vectors) * kernel.threads, 2, 1),
             threadgroup=(kernel.threads, 1, 1),
             output_shapes=shapes,
@@ -184,24 +133,13 @@ def _prepare(
         ValueError: If the capacity is not a multiple of 8, or there are more tokens than it.
     """
     capacity, window, scale, with_sinks = options
-    if capacity % 8:
-        raise ValueError(f"the capacity must be a multiple of 8, got {capacity}")
-    if shape.n_tokens > capacity:
-        raise ValueError(f"{shape.n_tokens} tokens do not fit in a capacity of {capacity}")
+    check_tokens(shape.n_tokens, capacity)
     plan = plan_decode(shape, widths, dtype, device())
     sizes = shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
     counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
     factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
     array = mx.array(np.array([*counts, factor], np.int32))
     return _Prepared(plan, decode_callable(plan.kernel, shape.ragged, with_sinks), array)
-
-
-def _dtype(array: mx.array) -> Dtype:
-    name = str(array.dtype).removeprefix("mlx.core.")
-    for dtype in DTYPES:
-        if name == dtype:
-            return dtype
-    raise ValueError(f"dtype must be one of {DTYPES}, got {name}")
 
 
 class _Slots(threading.local):
@@ -224,22 +162,6 @@ def _arrivals(n_blocks: int) -> mx.array:
     return next(_slots.by_size[n_blocks])
 
 
-# Constants are made from numpy: they hold data, not a graph bound to one thread's stream.
-@cache
-def _signs(head_dim: int) -> mx.array:
-    return mx.array(SIGNS[head_dim].astype(np.int8))
-
-
-@cache
-def _centroids(bits: int) -> mx.array:
-    return mx.array(CENTROIDS[bits])
-
-
-@cache
-def _boundaries(bits: int) -> mx.array:
-    return mx.array(BOUNDARIES[bits])
-
-
 @lru_cache(maxsize=256)
 def _encode_counts(*counts: int) -> mx.array:
     return mx.array(np.array(counts, np.int32))
@@ -248,4 +170,4 @@ def _encode_counts(*counts: int) -> mx.array:
 @cache
 def _search_tables(bits: int) -> tuple[mx.array, ...]:
     errors = key_candidates().words, value_candidates(bits).words
-    return _centroids(bits), *map(mx.array, errors)
+    return centroids(bits), *map(mx.array, errors)

@@ -7,7 +7,13 @@ do not; the last one to arrive merges them.
 
 from dataclasses import dataclass
 
-from kvstow.kernels.specialise import SHARED_LIMITS, DecodeKernel, Dtype, decode_kernel
+from kvstow.kernels.specialise import (
+    SHARED_LIMITS,
+    DecodeKernel,
+    Dtype,
+    EncodeKernel,
+    decode_kernel,
+)
 
 # Multiprocessors by compute capability, where a framework does not say: A100, A10, L40, H100
 # and H200, B200, RTX 5090. Another number only means less even splits.
@@ -40,6 +46,18 @@ class Device:
         """Bytes of shared memory that a block may have."""
         return _at_most(SHARED_LIMITS, self.capability)
 
+    def decode_kernel(
+        self, widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int
+    ) -> DecodeKernel:
+        """What attends `n_rows` query rows of a KV head; see `specialise.decode_kernel`."""
+        return decode_kernel(widths, head_dim, dtype, n_rows, self.shared_limit)
+
+    def encode_kernel(
+        self, widths: tuple[int, int], head_dim: int, dtype: Dtype, *, search: bool
+    ) -> EncodeKernel:
+        """What encodes keys and values."""
+        return EncodeKernel(head_dim, *widths, dtype, search=search)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -62,6 +80,20 @@ class Shape:
     head_dim: int
     n_tokens: int
     ragged: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head.
+
+        Raises:
+            ValueError: If they do not divide.
+        """
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                "query heads must be a multiple of KV heads, "
+                f"got {self.n_heads} and {self.n_kv_heads}"
+            )
+        return self.n_heads // self.n_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +129,9 @@ def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Dev
     Raises:
         ValueError: If the heads do not divide, or nothing fits the device.
     """
-    if shape.n_heads % shape.n_kv_heads:
-        raise ValueError(
-            "query heads must be a multiple of KV heads, "
-            f"got {shape.n_heads} and {shape.n_kv_heads}"
-        )
-    group = shape.n_heads // shape.n_kv_heads
+    group = shape.group
     rows = group * shape.n_queries
-    kernel = decode_kernel(widths, shape.head_dim, dtype, rows, device.shared_limit)
+    kernel = device.decode_kernel(widths, shape.head_dim, dtype, rows)
     row_blocks = -(-rows // kernel.rows)
     blocks = shape.n_kv_heads * row_blocks
     chunk = _chunk(shape, shape.batch * blocks, kernel, device)

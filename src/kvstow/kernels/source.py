@@ -1,4 +1,4 @@
-"""CUDA text of one specialised kernel, from the files beside this module.
+"""Text of one specialised kernel, from the files beside this module.
 
 The device source is package data in ``cuda/``: plain CUDA C++ whose files include each
 other by name. Runtime compilers get one text without a search path, so includes are
@@ -16,22 +16,19 @@ from pathlib import Path
 from kvstow.kernels.specialise import DecodeKernel, Kernel
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+_COMMENT = re.compile(r"^//.*\n|  //.*$", re.MULTILINE)
 
 
 @cache
 def cuda_header(file_name: str) -> str:
     """The text of ``cuda/<file_name>`` with everything it includes, each file once."""
-    seen: set[str] = set()
+    return _with_includes("cuda", file_name)
 
-    def text_of(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = files("kvstow.kernels").joinpath("cuda", name).read_text(encoding="utf-8")
-        text = text.replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda match: text_of(match[1]), text)
 
-    return text_of(file_name)
+@cache
+def metal_header(file_name: str) -> str:
+    """The same of ``metal/<file_name>``, without comments: MLX handles the text at every call."""
+    return _COMMENT.sub("", _with_includes("metal", file_name))
 
 
 @cache
@@ -64,3 +61,17 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks})
   {kernel.call("args", "shared")};
 }}
 """
+
+
+def _with_includes(folder: str, file_name: str) -> str:
+    seen: set[str] = set()
+
+    def text_of(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = files("kvstow.kernels").joinpath(folder, name).read_text(encoding="utf-8")
+        text = text.replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: text_of(match[1]), text)
+
+    return text_of(file_name)

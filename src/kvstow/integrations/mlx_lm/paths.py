@@ -83,7 +83,7 @@ def choose(
         _check_runs(model, schemes, "host", new_caches)
         return Paths("host", "", dict.fromkeys(schemes, "host"))
     if fetch == "fused" and (why := fused.why_no_device()):
-        raise UnsupportedModel(f"fused kernels need an NVIDIA GPU: {why}")
+        raise UnsupportedModel(f"fused kernels need a GPU: {why}")
     # No option changes what is probed, and some delay it.
     bare = dict(schemes) | {i: Turbo(s.key_bits, s.value_bits) for i, s in turbo.items()}
     why = ""
@@ -123,6 +123,8 @@ def _hooked(
     """
     if fetch == "deferred" or fused.why_no_device():
         return Paths("deferred", "", _paths(schemes, dict.fromkeys(turbo, "deferred")))
+    if fetch == "auto" and (why := fused.why_not_unasked()):
+        return Paths("deferred", why, _paths(schemes, dict.fromkeys(turbo, "deferred")))
     failed = {i: outcome for i, s in turbo.items() if (outcome := _failed(s, shapes[i], heads))}
     reasons = {i: outcome.why for i, outcome in failed.items()}
     if fetch == "fused" and reasons:

@@ -1,0 +1,80 @@
+"""The kernels of the GPU that MLX computes on: those for CUDA, or those for Metal."""
+
+from functools import cache
+from types import ModuleType
+
+import mlx.core as mx
+
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.kernels import metal_mlx
+from kvstow.kernels import mlx as cuda_mlx
+from kvstow.kernels.calls import Rows, Scores
+from kvstow.kernels.metal_plan import MetalDevice
+from kvstow.kernels.plan import Device
+from kvstow.scheme import Turbo
+
+__all__ = ["Rows", "Scores", "attend", "device", "encode", "name"]
+
+_MODULES = {"cuda": cuda_mlx, "metal": metal_mlx}
+
+
+@cache
+def name() -> str:
+    """``"cuda"`` or ``"metal"``; empty where MLX has no GPU."""
+    if mx.cuda.is_available():
+        return "cuda"
+    return "metal" if mx.metal.is_available() else ""
+
+
+def device() -> Device | MetalDevice:
+    """The GPU that MLX uses."""
+    found: Device | MetalDevice = _module().device()
+    return found
+
+
+def attend(
+    queries: mx.array,
+    planes: tuple[PackedKeys, PackedValues],
+    tokens: int | Rows,
+    scheme: Turbo,
+    scores: Scores,
+) -> mx.array:
+    """Causal attention of the last tokens over packed planes; see `attention.reference`.
+
+    A query that sees no token gives zeros. Nothing outside a row is read.
+
+    Args:
+        queries: ``(b, hq, l, d)`` of any float dtype, the last `l` tokens of each row.
+        planes: Whole planes ``(b, h, capacity, *)``; the capacity is a multiple of 8.
+        tokens: How many of them are data, or the rows of a ragged batch.
+        scheme: Widths that the planes were encoded with.
+        scores: How the scores become weights.
+
+    Returns:
+        ``(b, hq, l, d)`` in the dtype of the queries.
+
+    Raises:
+        ValueError: If the heads do not divide, the capacity is not a multiple of 8, or there
+            are more tokens than it.
+    """
+    output: mx.array = _module().attend(queries, planes, tokens, scheme, scores)
+    return output
+
+
+def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
+    """Keys and values in one launch, bit for bit those of `codec.reference`, guarded.
+
+    Args:
+        keys: ``(b, h, n, d)`` of any float dtype.
+        values: The same shape and dtype.
+        scheme: Widths to encode with, and whether to search.
+
+    Raises:
+        ValueError: If the two differ in shape or dtype.
+    """
+    planes: tuple[PackedKeys, PackedValues] = _module().encode(keys, values, scheme)
+    return planes
+
+
+def _module() -> ModuleType:
+    return _MODULES[name()]
