@@ -170,6 +170,41 @@ def test_greedy_text_is_the_same_after_a_restart_and_without_one(tmp_path):
     assert [n for n, _ in expected] == [0, 50, 50]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "jamba"])
+def test_what_a_batch_hands_over_is_written_and_found_as_in_memory(tmp_path, name):
+    """As mlx-lm's server does: at the end of segments, and of answers."""
+    model = attached(name)
+    server = Server(tmp_path, model)
+    batch = generation.BatchGenerator(model, max_tokens=4, prefill_step_size=32)
+    batch.insert_segments(
+        [
+            [list_of(0, 40), list_of(40, 70), list_of(70, 75)],
+            [list_of(0, 40), list_of(90, 130)],
+            [list_of(5, 60), list_of(60, 62)],
+        ]
+    )
+    while True:
+        read, written = batch.next()
+        if not read and not written:
+            break
+        ends = [r.uid for r in read if r.end_of_segment and not r.end_of_prompt]
+        for cache, held in batch.extract_cache(ends).values():
+            server.insert(held[:], cache)
+        for r in (r for r in written if r.finish_reason is not None):
+            server.insert(r.all_tokens[:], r.prompt_cache)
+    stats = server.stats
+    assert (stats.writes + stats.skipped, stats.errors) == (10, 0)
+    assert stats.writes >= 3
+    for prompt in (list_of(0, 70) + list_of(150, 160), list_of(5, 60) + list_of(80, 90)):
+        (one, rest), (other, rest_of_disk) = (
+            server.fetch(prompt),
+            Server(tmp_path, model).fetch(prompt),
+        )
+        assert rest == rest_of_disk == prompt[-10:]
+        logits = [np.array(model(mx.array([rest]), cache=cache)) for cache in (one, other)]
+        np.testing.assert_array_equal(*logits)
+
+
 # --- which tier
 
 
@@ -419,3 +454,22 @@ def test_tokens_that_are_not_those_of_the_cache_are_told_of_and_not_written(tmp_
 def test_limits_that_mean_nothing_are_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match="got"):
         disk_prefixes.DiskPrefixes(tmp_path, **wrong)
+
+
+@pytest.mark.model
+def test_smollm2_finds_a_fact_on_a_hit_from_disk(smollm2, tmp_path):
+    """The text was read by a process that is gone; another one asks."""
+    haystack = pytest.importorskip("kvstow.evaluate.haystack")
+    texts = pytest.importorskip("kvstow.evaluate.texts")
+    model, tokenizer = smollm2
+    prompt = haystack.Haystack(tokenizer, texts.bundled(["moby-dick"])).plant(256, 0.0, 0)
+    text, question = list(prompt.haystack), list(prompt.question)
+    with kvstow.attached(model, "turbo:k8v4"):
+        cache = host.make_prompt_cache(model)
+        model(mx.array(text)[None], cache=cache)
+        Server(tmp_path, model, tokenizer).insert(text, cache)
+        server = Server(tmp_path, model, tokenizer)
+        hit, rest = server.fetch(text + question)
+        assert (rest, server.stats.disk_hits) == (question, 1)
+        steps = generation.generate_step(mx.array(rest), model, prompt_cache=hit, max_tokens=10)
+        assert prompt.number in tokenizer.decode([int(token) for token, _ in steps])

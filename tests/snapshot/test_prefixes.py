@@ -1,10 +1,12 @@
 """A directory of prefixes serves the longest one that is really held, and nothing else."""
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +87,20 @@ def test_every_kind_of_cache_says_to_how_few_tokens_it_can_be_trimmed(record, le
     """Below N tokens of +start<N> a row would not be packed yet."""
     assert record.least_tokens(9) == least
     assert Record("list", members=(record, Record("full", {"offset": 9}))).least_tokens(9) == least
+
+
+def test_names_are_made_as_the_page_says(directory):
+    """docs/prefix-cache.md: another program can find a file."""
+    add(directory, tokens_of(1, 2))
+    (path,) = paths(directory)
+    said = '[1,"lloyd-max-v1","made",["full 1 x 2"],"' + "w" * 32 + '","' + "t" * 32 + '","off"]'
+    raw = np.array([*range(32), 1, 2], "<u4").tobytes()
+    head, whole = xxhash.xxh3_64_hexdigest(raw[:128]), xxhash.xxh3_128_hexdigest(raw)
+    assert path == (
+        directory.root
+        / hashlib.sha256(said.encode()).hexdigest()[:32]
+        / f"{head}-34-{whole}.safetensors"
+    )
 
 
 @pytest.mark.parametrize(

@@ -141,20 +141,19 @@ class PrefixDirectory:
         head, known = head_of(tokens), self._known.get(key, {})
         alike, listed = [], {}
         for file in files.scan(self.root / key):
-            name, path = Name.parse(file.name), Path(file.path)
-            if name is None or path in self._refused:
-                continue
-            entry = known.get(file.name)
-            if entry is None and name.head == head:
-                entry = self._look_into(path)
+            entry, is_alike = known.get(file.name), file.name.startswith(head)
+            if entry is None and is_alike and Name.parse(file.name) is not None:
+                entry = self._look_into(Path(file.path))
             if entry is not None:
                 listed[file.name] = entry
-                if name.head == head:
+                if is_alike:
                     alike.append(entry)
         self._known[key] = listed
-        return alike
+        return [entry for entry in alike if entry.path not in self._refused]
 
     def _look_into(self, path: Path) -> Entry | None:
+        if path in self._refused:
+            return None
         try:
             with Snapshot(path) as snapshot:
                 return self._entry_of(snapshot)

@@ -50,7 +50,8 @@ def mark_used(root: Path, path: Path) -> None:
 
     A clock that was set back would make what is used now older than what was used then.
     """
-    newest = max((x.used_ns for x in entries(root) if x.path != path), default=0)
+    found = _stats(root)
+    newest = max((stat.st_mtime_ns for file, stat in found if file.path != str(path)), default=0)
     now = max(time.time_ns(), newest + 1)
     with contextlib.suppress(OSError):  # gone, or a directory that is only read
         os.utime(path, ns=(now, now))
@@ -98,11 +99,15 @@ def scan(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _files(root: Path) -> Iterator[Stored]:
+    for file, stat in _stats(root):
+        yield Stored(stat.st_mtime_ns, Path(file.path), stat.st_size)
+
+
+def _stats(root: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     for folder in scan(root):
         if not is_key(folder.name):
             continue
         for file in scan(Path(folder.path)):
             with contextlib.suppress(OSError):
                 if file.is_file(follow_symlinks=False):
-                    stat = file.stat(follow_symlinks=False)
-                    yield Stored(stat.st_mtime_ns, Path(file.path), stat.st_size)
+                    yield file, file.stat(follow_symlinks=False)

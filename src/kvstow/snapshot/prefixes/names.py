@@ -67,8 +67,9 @@ def key_of(model: Fingerprint, tokenizer: str, policy: Policy) -> str:
         tokenizer: A hash of the vocabulary.
         policy: The schemes, options of the encoder included.
     """
-    said = [model.architecture, *model.layers, model.weights, tokenizer, str(policy)]
-    text = json.dumps([VERSION, TABLE_SET, *said])
+    of_model = [model.architecture, list(model.layers), model.weights]
+    said = [VERSION, TABLE_SET, *of_model, tokenizer, str(policy)]
+    text = json.dumps(said, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
