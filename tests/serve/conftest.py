@@ -82,13 +82,17 @@ class Loaded(Provider):
     """A provider of a model that is in memory already; this one attaches it."""
 
     given = None
+    draft = None
 
     def load_default(self):
         self.model, self.tokenizer = self.given
         self.report = kvstow.attach(self.model, self.options.stored, fetch=self.options.fetch)
         self.model_key = ("given",)
+        if self.draft is not None:
+            self.draft_report = kvstow.attach(self.draft, self.options.stored)
+            self.draft_model = self.draft
         caches = make_prompt_cache(self.model)
-        self.is_batchable = all(hasattr(c, "merge") for c in caches)
+        self.is_batchable = self.draft is None and all(hasattr(c, "merge") for c in caches)
         self.on_loaded()
 
     def reset(self):
@@ -98,7 +102,8 @@ class Loaded(Provider):
 @contextlib.contextmanager
 def serving(pair, scheme="turbo:k8v3", *, kv_budget_bytes=200 * MB, context=None, **options):
     """Serve a model and a tokenizer that are in memory; nothing may be left of its requests."""
-    wait = options.pop("wait", True)
+    wait, draft = options.pop("wait", True), options.pop("draft", None)
+    prefix_files = options.pop("prefix_files", None)
 
     def of(kind):
         return kind(**{k: options.pop(k) for k in list(options) if k in kind.__dataclass_fields__})
@@ -107,19 +112,22 @@ def serving(pair, scheme="turbo:k8v3", *, kv_budget_bytes=200 * MB, context=None
     engine, limits = of(EngineOptions), of(Limits)
     setup = Setup(
         model=ModelOptions("given", stored, "tiny", context),
-        caches=(Stored(read_shape(pair[0], context), stored),),
+        caches=tuple(Stored(read_shape(m, context), stored) for m in (pair[0], draft) if m),
         kv_budget_bytes=kv_budget_bytes,
         engine=engine,
         defaults=Defaults(**{"max_tokens": 16} | options),
         limits=limits,
+        prefix_files=prefix_files,
     )
-    given = type("Given", (Loaded,), {"given": pair})
+    given = type("Given", (Loaded,), {"given": pair, "draft": draft})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstow.serve.server.Provider", given)
         with running(setup, wait=wait) as it:
             yield it
             until(it.is_idle)
-    kvstow.detach(pair[0])
+    for model in (pair[0], draft):
+        if model is not None:
+            kvstow.detach(model)
 
 
 @pytest.fixture
@@ -128,15 +136,25 @@ def serve():
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A tiny random llama and its tokenizer of bytes; contexts are up to 256 tokens."""
+def load_tiny(tmp_path_factory):
+    """Load a tiny random model of an architecture, and its tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("tiny")
-    path = pytest.importorskip("tests.models.conftest").gguf_writer(folder)()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVSTOW_CACHE", str(folder / "cache"))
-        model, tokenizer = kvstow.load(str(path))
-    mx.eval(model.parameters())  # arrays that are not computed belong to the thread that made them
-    return model, tokenizer
+    write = pytest.importorskip("tests.models.conftest").gguf_writer(folder)
+
+    def load(architecture="llama", seed=0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVSTOW_CACHE", str(folder / "cache"))
+            model, tokenizer = kvstow.load(str(write(architecture, seed=seed)))
+        mx.eval(model.parameters())  # what is not computed belongs to the thread that made it
+        return model, tokenizer
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny(load_tiny):
+    """A tiny llama."""
+    return load_tiny()
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ Options = dict[str, Any]
 @options_of.where
 @options_of.limits
 @options_of.engine
+@options_of.prefixes
 @options_of.defaults
 def serve(
     *,
@@ -65,6 +66,7 @@ def serve(
     check_fetch(fetch, [stored])
     drafting.check_options(options["draft_model"], options["num_draft_tokens"], 1)
     _check_key(host, options)
+    _check_prefixes(options)
     for package in ("pydantic", "starlette", "uvicorn"):
         require(package, extra="serve")
     config = read_config(model)
@@ -93,6 +95,11 @@ def _check_key(host: str, options: Options) -> None:
             KvstowWarning,
             stacklevel=2,
         )
+
+
+def _check_prefixes(options: Options) -> None:
+    if options["prefix_cache"] is not None and options["draft_model"] is not None:
+        raise click.UsageError("--prefix-cache keeps no caches of a --draft-model, got both")
 
 
 def _is_local(host: str) -> bool:
@@ -158,6 +165,7 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             allowed_hosts=_hosts(options),
             allowed_origins=options["allowed_origins"],
         ),
+        prefix_files=_prefix_files(options),
     )
     least = setup.cache_bytes(1)
     if budget_bytes < least:
@@ -166,6 +174,13 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             f"{size_text(max(budget_bytes, 0))}: see --kv-budget"
         )
     return setup
+
+
+def _prefix_files(options: Options) -> Any:
+    if options["prefix_cache"] is None:
+        return None
+    kind = require("kvstow.serve.options").PrefixFiles
+    return kind(options["prefix_cache"], options["prefix_cache_bytes"])
 
 
 def _sized(config: ModelConfig, how: Any) -> tuple[Any, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvstow.integrations.report import Fetch
@@ -88,3 +89,16 @@ class Limits:
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFiles:
+    """Where prompts outlive the server.
+
+    Attributes:
+        directory: See `kvstow.snapshot.prefixes`.
+        max_bytes: Of all files in it.
+    """
+
+    directory: Path
+    max_bytes: int

@@ -1,45 +1,58 @@
-"""The prompt caches that mlx-lm keeps for later prompts, within the budget of all caches."""
+"""The prompt caches that are kept for later prompts: in memory within the budget, and in files."""
 
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
+
+from kvstow.integrations.mlx_lm.disk_prefixes import ModelPrefixes
+from kvstow.integrations.mlx_lm.prompt_cache import TieredPromptCache
+from kvstow.snapshot.prefixes import PrefixStats
 
 
-class WithinBudget(LRUPromptCache):
-    """A prompt cache that makes room for running requests.
+class WithinBudget(TieredPromptCache):
+    """A `TieredPromptCache` that makes room for running requests.
 
     Everything happens in the thread that generates. A prefix is handed out before room is
     made, so that a request does not push out what it continues.
 
     Args:
-        max_size: Most entries.
-        room_bytes: How many bytes entries may take now.
+        max_size: Most entries in memory.
+        room_bytes: How many bytes these may take now.
+        on_disk: See `TieredPromptCache`.
+        stats: See there.
     """
 
-    def __init__(self, max_size: int, room_bytes: Callable[[], int]) -> None:
-        super().__init__(max_size)
+    def __init__(
+        self,
+        max_size: int,
+        room_bytes: Callable[[], int],
+        *,
+        on_disk: Callable[[Any], ModelPrefixes | None] = lambda _: None,
+        stats: PrefixStats | None = None,
+    ) -> None:
+        super().__init__(max_size, on_disk=on_disk, stats=stats)
         self._room_bytes = room_bytes
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        """See mlx-lm; at least one token is left to be read."""
-        found, rest = super().fetch_nearest_cache(model, tokens)
-        if found is not None and not rest:
-            if can_trim_prompt_cache(found):
-                trim_prompt_cache(found, 1)
-                rest = tokens[-1:]
-            else:
-                found, rest = None, tokens
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """See `TieredPromptCache`."""
+        found = super().fetch_nearest_cache(model, tokens)
         self.trim_to(n_bytes=self._room_bytes())
-        return found, rest
+        return found
 
     def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
     ) -> None:
         """Keep a cache under the tokens that it really holds."""
-        held = aligned(prompt_cache, len(tokens))
-        if held:
-            super().insert_cache(model, tokens[:held], prompt_cache, **options)
+        if held := aligned(prompt_cache, len(tokens)):
+            super().insert_cache(model, tokens[:held], prompt_cache, cache_type=cache_type)
         self.trim_to(n_bytes=self._room_bytes())
 
 

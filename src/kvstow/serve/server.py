@@ -7,15 +7,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
 from kvstow.errors import KvstowError
+from kvstow.integrations.mlx_lm.disk_prefixes import DiskPrefixes, ModelPrefixes
 from kvstow.serve.app import make_app
 from kvstow.serve.budget import Stored
 from kvstow.serve.engine import Engine
 from kvstow.serve.gateway import Gateway
-from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions
+from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions, PrefixFiles
 from kvstow.serve.prompt_cache import WithinBudget
 from kvstow.serve.provider import Provider
 from kvstow.serve.service import Service
@@ -32,6 +34,7 @@ class Setup:
         engine: mlx-lm's options.
         defaults: Where a request is silent.
         limits: Of requests.
+        prefix_files: For prompts that outlive the server; None: there are none.
     """
 
     model: ModelOptions
@@ -40,14 +43,20 @@ class Setup:
     engine: EngineOptions
     defaults: Defaults
     limits: Limits
+    prefix_files: PrefixFiles | None = None
 
     def cache_bytes(self, n_tokens: int) -> int:
         """Bytes of the caches of one request of `n_tokens`."""
         return sum(stored.cache_bytes(n_tokens) for stored in self.caches)
 
 
-def make_service(setup: Setup) -> Service:
-    """The service, whose engine waits for its `start`."""
+def make_service(setup: Setup, disk: DiskPrefixes | None = None) -> Service:
+    """The service, whose engine waits for its `start`.
+
+    Args:
+        setup: What to serve.
+        disk: Prompts in files.
+    """
     gateway = Gateway(
         setup.cache_bytes,
         setup.kv_budget_bytes,
@@ -55,9 +64,26 @@ def make_service(setup: Setup) -> Service:
         max_queue=setup.limits.max_queue,
         queue_timeout_s=setup.limits.queue_timeout_s,
     )
-    kept = WithinBudget(setup.engine.prompt_cache_size, lambda: gateway.room_bytes)
-    engine = Engine(Provider(setup.model, setup.engine), kept)
-    return Service(engine, gateway, model=setup.model, defaults=setup.defaults, limits=setup.limits)
+    provider = Provider(setup.model, setup.engine)
+
+    def on_disk(_: Any) -> ModelPrefixes | None:
+        if disk is None:
+            return None
+        return disk.of(provider.model, provider.tokenizer, {"model": setup.model.served_name})
+
+    kept = WithinBudget(
+        setup.engine.prompt_cache_size,
+        lambda: gateway.room_bytes,
+        on_disk=on_disk,
+        stats=None if disk is None else disk.stats,
+    )
+    return Service(
+        Engine(provider, kept),
+        gateway,
+        model=setup.model,
+        defaults=setup.defaults,
+        limits=setup.limits,
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -93,7 +119,11 @@ class Server:
         drain_timeout_s: float,
         on_ready: Callable[[Service], None] = lambda _: None,
     ) -> None:
-        self.service = make_service(setup)
+        files = setup.prefix_files
+        self._disk = (
+            None if files is None else DiskPrefixes(files.directory, max_bytes=files.max_bytes)
+        )
+        self.service = make_service(setup, self._disk)
         self._on_ready = on_ready
         config = uvicorn.Config(
             make_app(self.service),
@@ -119,6 +149,8 @@ class Server:
             asyncio.run(self._http.serve(sockets=[listener]))
         finally:
             engine.stop_and_join()
+            if self._disk is not None:
+                self._disk.close()
         if engine.failure is not None and not engine.is_ready:
             raise engine.failure
 

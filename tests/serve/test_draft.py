@@ -1,0 +1,50 @@
+"""Speculative decoding behind the server."""
+
+import pytest
+
+from tests.serve.conftest import until
+
+pytestmark = pytest.mark.mlx
+TURNS = [{"role": "user", "content": "hello"}]
+MORE = {"role": "user", "content": "and then?"}
+
+
+@pytest.fixture(scope="module")
+def draft(load_tiny):
+    """Another model, which is mostly wrong."""
+    return load_tiny(seed=1)[0]
+
+
+def conversation(it, n_turns=3):
+    """Every answer of a conversation, and how many tokens were found in the cache."""
+    turns, answers, cached = list(TURNS), [], []
+    for n in range(n_turns):
+        found = it.client.chat.completions.create(
+            model="tiny", messages=turns, max_tokens=9 + n, logit_bias={"258": -100, "259": -100}
+        )
+        answers.append(found.choices[0].message.content)
+        cached.append(found.usage.prompt_tokens_details.cached_tokens)
+        turns += [{"role": "assistant", "content": answers[-1]}, MORE]
+    return answers, cached
+
+
+def test_a_conversation_with_a_draft_model_is_the_one_without(serve, tiny, draft):
+    with serve(tiny, "off", context=2000) as it:
+        alone, _ = conversation(it)
+    with serve(tiny, "off", draft=draft, context=2000) as it:
+        assert it.post(messages=TURNS).headers["x-kvstow-lane"] == "single"
+        answers, cached = conversation(it)
+    assert answers == alone
+    assert cached[1] > 5  # letters that are no text are not sent back
+
+
+def test_what_is_kept_has_as_many_tokens_as_it_says(serve, tiny, draft):
+    with serve(tiny, draft=draft, context=2000) as it:
+        conversation(it)
+        kept = it.engine.prompt_cache
+        until(lambda: len(kept) >= 1)
+        for kind in kept._lru._lrus.values():
+            for key, tokens in kind:
+                caches = kept._trie.get(key, tokens).prompt_cache
+                assert {c.offset for c in caches} == {len(tokens)}
+                assert len(caches) == 4
