@@ -157,7 +157,7 @@ def tiny(load_tiny):
     return load_tiny()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def demo(smollm2):
     """The demo model, for the thread of a server."""
     mx.eval(smollm2[0].parameters())

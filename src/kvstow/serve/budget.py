@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstow.capacity import ModelShape, cost, max_tokens
+from kvstow.capacity import ModelShape, bytes_per_token, cost, max_tokens
 from kvstow.policy import Policy
-from kvstow.scheme import Scheme
+from kvstow.scheme import Off, Scheme, Turbo
+from kvstow.store import STEP_TOKENS
 
 SHARE = 0.8  # of the memory that is free; the rest is for everything that nobody counts
 _GPU_KEYS = ("max_recommended_working_set_size", "free_memory", "total_memory", "memory_size")
@@ -29,11 +30,17 @@ class Stored:
     scheme: Scheme | Policy
 
     def cache_bytes(self, n_tokens: int) -> int:
-        """Bytes of the caches of one request of `n_tokens`."""
+        """Bytes of the caches of one request of `n_tokens`, at most.
+
+        Caches grow in steps from wherever rows were put together, so up to one step is added.
+        """
         if not n_tokens:
             return 0
-        needed = cost(self.shape, self.scheme, n_tokens)
-        return needed.cache_bytes + needed.fixed_bytes
+        needed = cost(self.shape, self.scheme, n_tokens + STEP_TOKENS - 1)
+        n_bytes = needed.cache_bytes + needed.fixed_bytes
+        if any(isinstance(s, Turbo) and s.start_tokens for s in Policy.of(self.scheme).schemes):
+            n_bytes += STEP_TOKENS * bytes_per_token(self.shape, Off())  # the same, while plain
+        return n_bytes
 
 
 def default_budget(stored: Stored, weight_bytes: int, memory_bytes: int) -> int:

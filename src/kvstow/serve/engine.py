@@ -6,7 +6,7 @@ an `Outbox`, which knows whether anybody still waits. What mlx-lm does not do is
 
 * A request that was given up before its turn is dropped unread.
 * A prompt outside the batch is given up between two of its chunks.
-* When a request has left the thread, and with it its memory, its outbox is told.
+* When nothing is computed for a request any more, and its memory is free, its outbox is told.
 * If the thread dies, all that wait are told, at once.
 """
 
@@ -55,7 +55,8 @@ class Outbox:
 
     Args:
         deliver: Called with everything that is put, in the thread that generates.
-        closed: Called there once, when the engine holds nothing of the request any more.
+        closed: Called there once, when nothing is computed for the request any more: what is
+            left of it then is kept for later prompts, or nothing.
     """
 
     def __init__(self, deliver: Callable[[Any], None], closed: Callable[[], None]) -> None:
@@ -65,6 +66,7 @@ class Outbox:
         self.given_up = False
         self.lane: Lane = "batch"
         self.leaves = False  # whether the batch drops it at the end of this round
+        self._is_closed = False
 
     def put(self, item: Any) -> None:
         """Take a context, progress, tokens, an error, or None for the end.
@@ -81,8 +83,11 @@ class Outbox:
                 raise _GivenUp
         else:
             self._deliver(item)
-        is_last = item is None or isinstance(item, Exception)
-        self.leaves = self.leaves or is_last or (self.given_up and self._context is not None)
+        if item is None or isinstance(item, Exception):
+            self.leaves = True
+            self.close()
+        elif self.given_up and self._context is not None:
+            self.leaves = True
 
     def give_up(self) -> None:
         """Stop the request wherever it is. From any thread."""
@@ -91,8 +96,10 @@ class Outbox:
             self._context.stop()
 
     def close(self) -> None:
-        """Say that the engine holds nothing of it."""
-        self._closed()
+        """Say that nothing is computed for it any more; once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._closed()
 
 
 class Engine(ResponseGenerator):

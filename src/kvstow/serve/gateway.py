@@ -30,11 +30,14 @@ class Ticket:
         n_tokens: Of prompt and answer at most.
         lane: Where it runs.
         since: When it was let in.
+        is_done: Whether nothing is computed for it any more. Set in the thread that generates,
+            and meant for it: the event loop releases the ticket a moment later.
     """
 
     n_tokens: int
     lane: Lane
     since: float = field(default_factory=time.monotonic)
+    is_done: bool = False
 
 
 class Gateway:
@@ -62,10 +65,14 @@ class Gateway:
         self._slots = slots
         self._max_queue = max_queue
         self._queue_timeout_s = queue_timeout_s
-        self._running: set[Ticket] = set()
+        self._running: frozenset[Ticket] = frozenset()  # replaced, since two threads look
         self._waiting: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
         self._takes_s = FIRST_GUESS_S
-        self.reserved_bytes = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What running requests take at most."""
+        return self._bytes_for(self._running)
 
     @property
     def n_running(self) -> int:
@@ -79,8 +86,9 @@ class Gateway:
 
     @property
     def room_bytes(self) -> int:
-        """What running requests leave of the budget. From any thread."""
-        return max(0, self.budget_bytes - self.reserved_bytes)
+        """What running requests leave of the budget for caches that are kept. From any thread."""
+        running = frozenset(ticket for ticket in self._running if not ticket.is_done)
+        return max(0, self.budget_bytes - self._bytes_for(running))
 
     def one_at_a_time(self) -> None:
         """Let in no request beside another: nothing can be batched."""
@@ -141,17 +149,15 @@ class Gateway:
         """Give back the room of a request, and let in who waits for it. Twice does no harm."""
         if ticket not in self._running:
             return
-        self._running.remove(ticket)
+        self._running -= {ticket}
         took = time.monotonic() - ticket.since
         self._takes_s += WEIGHT_OF_LAST * (took - self._takes_s)
-        self.reserved_bytes = self._bytes_for(self._running)
         self._call_next()
 
     def _leave(self, ticket: Ticket) -> None:
         """Out of the queue, or out of the room that was given at the very same moment."""
         self._waiting = deque(pair for pair in self._waiting if pair[0] is not ticket)
-        self._running.discard(ticket)
-        self.reserved_bytes = self._bytes_for(self._running)
+        self._running -= {ticket}
         self._call_next()
 
     def _call_next(self) -> None:
@@ -167,10 +173,9 @@ class Gateway:
 
     def _let_in(self, ticket: Ticket) -> None:
         ticket.since = time.monotonic()
-        self._running.add(ticket)
-        self.reserved_bytes = self._bytes_for(self._running)
+        self._running |= {ticket}
 
-    def _bytes_for(self, tickets: set[Ticket]) -> int:
+    def _bytes_for(self, tickets: frozenset[Ticket]) -> int:
         """Bytes at most: the engine runs a batch, or one request outside it, never both."""
         batch = [t.n_tokens for t in tickets if t.lane == "batch"]
         single = [t.n_tokens for t in tickets if t.lane == "single"]

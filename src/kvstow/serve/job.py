@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, GenerationContext, Response
 
 from kvstow.serve.engine import Engine, EngineDead, Lane, Outbox, Tokenised
+from kvstow.serve.gateway import Ticket
 from kvstow.serve.refusal import GenerationFailed, TooSlow
 
 
@@ -19,7 +20,8 @@ class Job:
         request: Tokenised.
         args: How to generate.
         deadline: When it has to be done, in the event loop's time.
-        left: Called in the event loop once the engine holds nothing of it.
+        ticket: Its room, which is done with the request.
+        release: Called in the event loop with the ticket, once it is done.
 
     Attributes:
         lane: Where it runs.
@@ -32,20 +34,27 @@ class Job:
         args: GenerationArguments,
         *,
         deadline: float,
-        left: Callable[[], None],
+        ticket: Ticket,
+        release: Callable[[Ticket], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._deadline = deadline
-        self._outbox = Outbox(
-            lambda item: self._call(self._items.put_nowait, item), lambda: self._call(left)
-        )
+        self._ticket, self._release = ticket, release
+        self._outbox = Outbox(self._deliver, self._closed)
         self.lane: Lane = engine.lane_of(args)
         try:
             engine.submit(request, args, self._outbox)
         except EngineDead as error:
-            left()
+            release(ticket)
             raise GenerationFailed(error) from error
+
+    def _deliver(self, item: Any) -> None:
+        self._call(self._items.put_nowait, item)
+
+    def _closed(self) -> None:
+        self._ticket.is_done = True
+        self._call(self._release, self._ticket)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         """Call in the event loop, from the thread that generates."""

@@ -190,7 +190,8 @@ class Service:
             asked,
             args,
             deadline=deadline,
-            left=lambda: self.gateway.release(ticket),
+            ticket=ticket,
+            release=self.gateway.release,
         )
 
     def _answer(self, request: ChatRequest | TextRequest, asked: Tokenised, context: Any) -> Answer:
