@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 import kvstow  # noqa: E402
 from kvstow.integrations.mlx_lm import read_shape  # noqa: E402
+from kvstow.integrations.mlx_lm.speculative import trimmable_tokens  # noqa: E402
 from kvstow.serve.budget import Stored  # noqa: E402
 from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions  # noqa: E402
 from kvstow.serve.provider import Provider  # noqa: E402
@@ -91,6 +92,7 @@ class Loaded(Provider):
         if self.draft is not None:
             self.draft_report = kvstow.attach(self.draft, self.options.stored)
             self.draft_model = self.draft
+            self.speculation_tokens = trimmable_tokens(self.model, self.draft)
         caches = make_prompt_cache(self.model)
         self.is_batchable = self.draft is None and all(hasattr(c, "merge") for c in caches)
         self.on_loaded()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstow.integrations.mlx_lm.speculative import CachePair
 from tests.serve.conftest import until
 
 pytestmark = pytest.mark.mlx
@@ -47,4 +48,18 @@ def test_what_is_kept_has_as_many_tokens_as_it_says(serve, tiny, draft):
             for key, tokens in kind:
                 caches = kept._trie.get(key, tokens).prompt_cache
                 assert {c.offset for c in caches} == {len(tokens)}
-                assert len(caches) == 4
+                assert (type(caches), len(caches.model), len(caches.draft)) == (CachePair, 2, 2)
+
+
+def test_a_request_that_fills_a_sliding_window_is_decoded_without_speculation(serve, load_tiny):
+    pair, draft = load_tiny("gemma3"), load_tiny("gemma3", seed=1)[0]
+    ask = {"model": "tiny", "prompt": "hi hi hi", "logit_bias": {"1": -100}}
+    texts = {}
+    for name, more in (("alone", {}), ("drafted", {"draft": draft})):
+        with serve(pair, "off", context=2000, **more) as it:
+            texts[name] = [
+                it.client.completions.create(**ask, max_tokens=n).choices[0].text for n in (8, 60)
+            ]
+            keys = set(it.engine.prompt_cache._trie._trie)
+    assert texts["drafted"] == texts["alone"]
+    assert keys == {("given",), (("given",), "without a draft model")}

@@ -84,3 +84,12 @@ def test_a_stop_word_written_in_other_tokens_ends_the_answer(server, demo):
     answer = asked(server, QUESTIONS[1], stop=stop)
     assert answer.choices[0].message.content == text[: at - 2]
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_text_goes_on_with_the_space_that_belongs_there(server):
+    answer = server.client.completions.create(
+        model="tiny", prompt="The capital of France is", max_tokens=2, logprobs=0
+    )
+    found = answer.choices[0]
+    assert found.text.startswith(" Paris")
+    assert "".join(found.logprobs.tokens) == found.text

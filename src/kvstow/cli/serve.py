@@ -10,7 +10,7 @@ import click
 
 from kvstow.blas import use_fast_blas
 from kvstow.cli import draft as drafting
-from kvstow.cli import params
+from kvstow.cli import params, prefix_cache
 from kvstow.cli import serve_options as options_of
 from kvstow.cli.console import say
 from kvstow.cli.fit import size_text
@@ -21,6 +21,7 @@ from kvstow.models import ModelConfig, default_dtype, read_config, skeleton
 from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Scheme
+from kvstow.snapshot.prefixes import DEFAULT_MAX_BYTES
 
 if TYPE_CHECKING:
     from kvstow.serve.server import Setup
@@ -43,7 +44,7 @@ Options = dict[str, Any]
 @options_of.where
 @options_of.limits
 @options_of.engine
-@options_of.prefixes
+@prefix_cache.options
 @options_of.defaults
 def serve(
     *,
@@ -66,7 +67,7 @@ def serve(
     check_fetch(fetch, [stored])
     drafting.check_options(options["draft_model"], options["num_draft_tokens"], 1)
     _check_key(host, options)
-    _check_prefixes(options)
+    options["kept"].check_options(resume=None, draft=options["draft_model"], n_processes=1)
     for package in ("pydantic", "starlette", "uvicorn"):
         require(package, extra="serve")
     config = read_config(model)
@@ -95,11 +96,6 @@ def _check_key(host: str, options: Options) -> None:
             KvstowWarning,
             stacklevel=2,
         )
-
-
-def _check_prefixes(options: Options) -> None:
-    if options["prefix_cache"] is not None and options["draft_model"] is not None:
-        raise click.UsageError("--prefix-cache keeps no caches of a --draft-model, got both")
 
 
 def _is_local(host: str) -> bool:
@@ -165,7 +161,7 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             allowed_hosts=_hosts(options),
             allowed_origins=options["allowed_origins"],
         ),
-        prefix_files=_prefix_files(options),
+        prefix_files=_prefix_files(options["kept"]),
     )
     least = setup.cache_bytes(1)
     if budget_bytes < least:
@@ -176,11 +172,11 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
     return setup
 
 
-def _prefix_files(options: Options) -> Any:
-    if options["prefix_cache"] is None:
+def _prefix_files(kept: prefix_cache.PrefixCache) -> Any:
+    if kept.directory is None:
         return None
     kind = require("kvstow.serve.options").PrefixFiles
-    return kind(options["prefix_cache"], options["prefix_cache_bytes"])
+    return kind(kept.directory, DEFAULT_MAX_BYTES if kept.max_bytes is None else kept.max_bytes)
 
 
 def _sized(config: ModelConfig, how: Any) -> tuple[Any, int]:
@@ -220,6 +216,13 @@ def _announce(service: "Service", setup: "Setup", address: tuple[str, int]) -> N
         why = "a draft model" if provider.draft_model is not None else f"{setup.model.stored}"
         warnings.warn(
             f"{why} cannot be batched: one request is answered at a time",
+            KvstowWarning,
+            stacklevel=2,
+        )
+    if (limit := provider.speculation_tokens) is not None:
+        warnings.warn(
+            f"requests of more than {limit} tokens, prompt and answer, are decoded without "
+            "speculation: they fill a sliding window, which cannot forget rejected tokens",
             KvstowWarning,
             stacklevel=2,
         )

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from kvstow.capacity import PREFILL_TOKENS
 from kvstow.cli import params
-from kvstow.snapshot.prefixes import DEFAULT_MAX_BYTES
 
 
 def json_object(value: str | dict[str, Any]) -> dict[str, Any]:
@@ -118,23 +118,14 @@ limits = _grouped(
 engine = _grouped(
     _count("--decode-concurrency", 32, "Most requests that decode together."),
     _count("--prompt-concurrency", 8, "Most prompts that are read together."),
-    _count("--prefill-step-size", 2048, "Tokens of a prompt that are read at a time."),
+    click.option(
+        "--prefill-step-size",
+        type=click.IntRange(1, PREFILL_TOKENS),
+        default=PREFILL_TOKENS,
+        show_default=True,
+        help="Tokens of a prompt that are read at a time.",
+    ),
     _count("--prompt-cache-size", 10, "Most prompts whose caches are kept for later ones."),
-)
-prefixes = _grouped(
-    click.option(
-        "--prefix-cache",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="A directory where the caches of prompts outlive the server. Whoever can read it can "
-        "read the prompts.",
-    ),
-    click.option(
-        "--prefix-cache-bytes",
-        type=params.size,
-        default=str(DEFAULT_MAX_BYTES),
-        show_default="10GB",
-        help="Most bytes in that directory; what was not used for the longest time goes first.",
-    ),
 )
 defaults = _grouped(
     _count("--max-tokens", 512, "Most tokens of an answer, where a request does not say."),

@@ -55,7 +55,8 @@ class Wanted:
         n_top_logprobs: Alternatives of each token; None: no log-probabilities.
         tools: That the model was told of.
         one_call: Whether the answer ends with its first tool call.
-        raw: Whether markers of reasoning and of tools are text like any other.
+        raw: Whether it is the rest of a text: it may begin with a space, and markers of reasoning
+            and of tools are text like any other.
     """
 
     stops: Sequence[str] = ()
@@ -92,6 +93,7 @@ class Answer:
         )
         self._tool_text: str | None = None  # of a call that has begun
         self._calls = 0
+        self._lacks_space = False
         self._shown_bytes = self._drawn_bytes = 0
         self._waiting: list[tuple[int, Likelihood]] = []  # tokens by where they begin
 
@@ -102,7 +104,7 @@ class Answer:
         ended_by_eos = is_last and response.token in self._tokenizer.eos_token_ids
         if not ended_by_eos:
             self._remember(response)
-        text = self._stops.feed(response.text)
+        text = self._stops.feed(self._spaced(response))
         if response.finish_reason == "stop" and not ended_by_eos:
             text += self._end_at_word(response)
         elif is_last:
@@ -116,6 +118,17 @@ class Answer:
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         return part
+
+    def _spaced(self, response: Any) -> str:
+        """The text of a response. mlx-lm leaves out a space in front of all."""
+        text: str = response.text
+        if self.n_tokens == 1:
+            first = token_bytes(self._tokenizer, response.token)
+            self._lacks_space = self._wanted.raw and first.startswith(b" ")
+        if text and self._lacks_space:
+            self._lacks_space = False
+            return text if text.startswith(" ") else f" {text}"
+        return text
 
     def _end_at_word(self, response: Any) -> str:
         """The last of the text before a stop word, whose last token mlx-lm may leave out."""

@@ -199,8 +199,10 @@ class Engine(ResponseGenerator):
         return None
 
     def _serve_single(self, request: Any, stream: Any) -> None:
-        super()._serve_single(request, stream)
-        self._close(request[0])
+        outbox, asked, args = request
+        with self.model_provider.answering(asked.n_prompt + args.max_tokens):
+            super()._serve_single(request, stream)
+        self._close(outbox)
 
     def _close(self, outbox: Outbox) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ class WithinBudget(TieredPromptCache):
     Args:
         max_size: Most entries in memory.
         room_bytes: How many bytes these may take now.
+        fresh: Makes what a prompt begins with that continues nothing; None: mlx-lm does.
         on_disk: See `TieredPromptCache`.
         stats: See there.
     """
@@ -28,19 +29,21 @@ class WithinBudget(TieredPromptCache):
         max_size: int,
         room_bytes: Callable[[], int],
         *,
+        fresh: Callable[[], list[Any] | None] = lambda: None,
         on_disk: Callable[[Any], ModelPrefixes | None] = lambda _: None,
         stats: PrefixStats | None = None,
     ) -> None:
         super().__init__(max_size, on_disk=on_disk, stats=stats)
         self._room_bytes = room_bytes
+        self._fresh = fresh
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
     ) -> tuple[list[Any] | None, list[int]]:
         """See `TieredPromptCache`."""
-        found = super().fetch_nearest_cache(model, tokens)
+        found, rest = super().fetch_nearest_cache(model, tokens)
         self.trim_to(n_bytes=self._room_bytes())
-        return found
+        return self._fresh() if found is None else found, rest
 
     def insert_cache(
         self,

@@ -1,7 +1,8 @@
 """The one model of a server, loaded as the other commands load it, and attached."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -9,6 +10,7 @@ from mlx_lm.server import ModelProvider
 
 from kvstow.errors import ModelFileError
 from kvstow.integrations import AttachReport, attach
+from kvstow.integrations.mlx_lm.speculative import CachePair, trimmable_tokens
 from kvstow.integrations.report import fetch_of
 from kvstow.models import load
 from kvstow.policy import Policy
@@ -26,6 +28,8 @@ class Provider(ModelProvider):
         report: What `attach` said of the model, once it is loaded.
         draft_report: And of the draft model.
         on_loaded: Called then.
+        speculation_tokens: The most tokens of a request that is decoded speculatively, None for
+            any number: tokens that the model rejects cannot leave a full sliding window.
     """
 
     model: Any  # of any kind; mlx-lm declares nothing
@@ -39,6 +43,7 @@ class Provider(ModelProvider):
         self.report: AttachReport | None = None
         self.draft_report: AttachReport | None = None
         self.on_loaded: Callable[[], None] = lambda: None
+        self.speculation_tokens: int | None = None
 
     def load_default(self) -> None:
         """Load and attach; mlx-lm asks for it first, in the thread that generates.
@@ -59,6 +64,7 @@ class Provider(ModelProvider):
             scheme = Policy.of(options.stored).default  # rules are about the other model's layers
             self.draft_report = attach(draft, scheme, fetch=fetch_of(scheme, options.fetch))
             self.draft_model = draft
+            self.speculation_tokens = trimmable_tokens(model, draft)
         self.model, self.tokenizer = model, tokenizer
         self.model_key = (options.model, options.adapter_path, options.draft_model)
         caches = make_prompt_cache(model)
@@ -68,6 +74,26 @@ class Provider(ModelProvider):
     def load(self, *_: Any) -> tuple[Any, Any]:
         """The model and its tokenizer, whatever is asked: requests are checked before."""
         return self.model, self.tokenizer
+
+    @contextmanager
+    def answering(self, n_tokens: int) -> Iterator[None]:
+        """For the length of the block, there is a draft model only if `n_tokens` may be drafted.
+
+        What is kept of a prompt then is kept apart, since it holds nothing of the draft model.
+        """
+        draft, key, limit = self.draft_model, self.model_key, self.speculation_tokens
+        if draft is not None and limit is not None and n_tokens > limit:
+            self.draft_model, self.model_key = None, (key, "without a draft model")
+        try:
+            yield
+        finally:
+            self.draft_model, self.model_key = draft, key
+
+    def fresh_caches(self) -> list[Any] | None:
+        """Caches of both models, where there is a draft model; mlx-lm joins them wrongly."""
+        if self.draft_model is None:
+            return None
+        return CachePair(make_prompt_cache(self.model), make_prompt_cache(self.draft_model))
 
     @property
     def vocabulary_size(self) -> int:

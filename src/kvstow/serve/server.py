@@ -74,6 +74,7 @@ def make_service(setup: Setup, disk: DiskPrefixes | None = None) -> Service:
     kept = WithinBudget(
         setup.engine.prompt_cache_size,
         lambda: gateway.room_bytes,
+        fresh=provider.fresh_caches,
         on_disk=on_disk,
         stats=None if disk is None else disk.stats,
     )

@@ -56,6 +56,13 @@ def why_untrimmable(model: Any, n_tokens: int = 0) -> str:
     return ""
 
 
+def trimmable_tokens(*models: Any) -> int | None:
+    """The most tokens that caches of all `models` hold and can still forget; None: any number."""
+    caches = [c for model in models for c in _flat(make_prompt_cache(model))]
+    windows = [w for c in caches if (w := getattr(c, "max_size", None)) is not None]
+    return min(windows) - 1 if windows else None
+
+
 def disagreement(model: Mapping[str, int], draft: Mapping[str, int]) -> str:
     """Where two vocabularies, token to id, differ; empty if no id means two tokens.
 
