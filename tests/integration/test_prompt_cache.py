@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -374,6 +375,18 @@ def test_another_model_finds_nothing(tmp_path, other):
     server = Server(tmp_path, DIFFERENT[other]())
     assert server.fetch(list_of(0, 60))[0] is None
     assert Server(tmp_path, attached()).fetch(list_of(0, 60))[0] is not None
+
+
+def test_layers_that_another_version_stored_otherwise_are_not_served(tmp_path):
+    """One policy may come to mean more layers."""
+    server = Server(tmp_path, tiny.build("llama"))
+    of_model = server.on_disk(KEY)
+    of_model._identity = replace(of_model._identity, policy=kvstow.Policy.of("turbo:k8v3"))
+    server.insert(list_of(0, 50), filled(server.model, 50))
+    later = Server(tmp_path, attached())
+    with pytest.warns(kvstow.KvstowWarning, match="layer 0 .* is stored under off"):
+        assert later.fetch(list_of(0, 60))[0] is None
+    assert files.entries(tmp_path) == []
 
 
 def test_a_model_that_is_attached_anew_has_other_prefixes(tmp_path):

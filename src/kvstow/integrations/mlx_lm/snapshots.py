@@ -75,15 +75,17 @@ def load(snapshot: Snapshot, *, model: Any, tokenizer: Any) -> list[Any]:
 
 
 def restored(snapshot: Snapshot, fresh: Sequence[Any]) -> list[Any]:
-    """The cache in a file, in the place of one that is known to be of the same model and schemes.
+    """The cache in a file, in the place of one that is known to be of the same model.
 
     Args:
         snapshot: The file. Every tensor is verified before anything is returned.
         fresh: A new prompt cache of the model's.
 
     Raises:
+        OtherScheme: If it is stored under other schemes than `fresh` is.
         SnapshotError: If the file is damaged.
     """
+    _check_schemes(snapshot.manifest, fresh)
 
     def read(name: str) -> mx.array:
         return records.to_mlx(snapshot.read(name), snapshot.tensors[name].dtype)
@@ -155,10 +157,7 @@ def check(manifest: Manifest, model: Any) -> None:
         OtherScheme: If it is stored under other schemes than those attached.
     """
     manifest.model.check(_shape(model))
-    for i, (record, fresh) in enumerate(
-        zip(manifest.layers, make_prompt_cache(model), strict=True)
-    ):
-        check_scheme(i, record, records.describe(fresh)[0])
+    _check_schemes(manifest, make_prompt_cache(model))
 
 
 def fingerprint(model: Any) -> Fingerprint:
@@ -200,6 +199,11 @@ def _shape(model: Any) -> Fingerprint:
         shapes.append(record.shape(infos, ""))
     name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     return Fingerprint(str(name), tuple(shapes))
+
+
+def _check_schemes(manifest: Manifest, fresh: Sequence[Any]) -> None:
+    for i, (record, cache) in enumerate(zip(manifest.layers, fresh, strict=True)):
+        check_scheme(i, record, records.describe(cache)[0])
 
 
 def _settings(model: Any) -> str:
