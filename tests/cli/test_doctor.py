@@ -12,11 +12,12 @@ parity = pytest.importorskip("kvstow.evaluate.parity")
 doctor = pytest.importorskip("kvstow.evaluate.doctor")
 
 pytestmark = pytest.mark.mlx
-kernels = stand_in.kernels
+kernels, no_gpu = stand_in.kernels, stand_in.no_gpu
 TASK = tasks.AttendTask(8, 3, 64, "float32", 3, 1, ragged=False)
 OTHER = tasks.EncodeTask(8, 3, 64, "float32", search=False)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_it_says_versions_device_blas_and_paths(cli):
     result = cli("doctor")
     assert result.exit_code == 0
@@ -26,6 +27,7 @@ def test_it_says_versions_device_blas_and_paths(cli):
     assert "parity" not in result.stdout
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_json_says_the_same(cli):
     found = json.loads(cli("doctor", "--json").stdout)
     assert found["healthy"]

@@ -24,7 +24,7 @@ saving = pytest.importorskip("tests.integration.test_snapshots")
 speculating = pytest.importorskip("tests.integration.test_speculative")
 
 pytestmark = pytest.mark.mlx
-kernels, new_process = stand_in.kernels, stand_in.new_process
+kernels, new_process, no_gpu = stand_in.kernels, stand_in.new_process, stand_in.no_gpu
 build, tokens = tiny.build, tiny.tokens
 SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
 MASKED = "a mask that says more than where rows and windows begin"
@@ -107,6 +107,7 @@ def test_models_that_need_arrays_stay_eager_and_fused_is_refused(kernels):
     assert not kernels.attended
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_fused_is_refused_and_auto_is_deferred():
     model = build("llama")
     with pytest.raises(

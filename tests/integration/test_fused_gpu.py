@@ -8,6 +8,7 @@ import kvstow
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 fused = pytest.importorskip("kvstow.attention.fused")
+kernels = pytest.importorskip("kvstow.kernels.backend")
 selfcheck = pytest.importorskip("kvstow.attention.selfcheck")
 parity = pytest.importorskip("kvstow.evaluate.parity")
 tiny = pytest.importorskip("tests.integration.tiny")
@@ -16,7 +17,7 @@ batching = pytest.importorskip("tests.integration.test_batch_generate")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.mlx,
-    pytest.mark.skipif(not mx.cuda.is_available(), reason="needs mlx's CUDA back-end and a GPU"),
+    pytest.mark.skipif(not kernels.name(), reason="needs mlx with a GPU"),
 ]
 SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
 # Attention is off by up to 1e-3 (4e-3 in bfloat16), and deferred rounds to TF32; what lies between
@@ -62,10 +63,11 @@ def test_a_batch_of_ragged_rows_is_near_deferred(name):
         batching.assert_same_reply(got, wanted, LOGITS["float32"])
 
 
-def test_auto_is_fused_and_nothing_has_failed():
+def test_auto_is_fused_but_on_a_mac_and_nothing_has_failed():
     model = tiny.build("llama", dtype=mx.bfloat16)
+    wanted = "deferred" if fused.why_not_unasked() else "fused"
     with kvstow.attached(model, "turbo") as report:
-        assert (report.fetch, report.warnings) == ("fused", ())
+        assert (report.fetch, report.warnings) == (wanted, ())
     assert all(outcome.passed for _, outcome in selfcheck.remembered())
 
 

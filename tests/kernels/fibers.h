@@ -97,7 +97,10 @@ inline void run_block(unsigned n_threads) {
 }
 // False if threads could not go on.
 inline bool launch(Index blocks, unsigned n_threads, unsigned shared_bytes, void (*body)()) {
-  work = body, grid = blocks;
+  work = body, grid = blocks, stuck = false;
+  of_block = Meeting();  // one that was stuck has left threads there
+  for (auto& warp : of_lanes)
+    for (Meeting& meeting : warp) meeting = Meeting();
   for (block.z = 0; block.z < grid.z; ++block.z)
     for (block.y = 0; block.y < grid.y; ++block.y)
       for (block.x = 0; block.x < grid.x; ++block.x) {

@@ -115,6 +115,12 @@ def new_process(monkeypatch):
 
 
 @pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine without a GPU, also where there is one."""
+    monkeypatch.setattr(real, "name", str)
+
+
+@pytest.fixture
 def kernels(monkeypatch, tmp_path):
     """A GPU that is not there, with an empty cache directory."""
     stand_in = StandIn()

@@ -48,6 +48,8 @@ def describe(found: Diagnosis) -> str:
         lines.append(
             f"kernels   source {found.kernels['source']}, driver {found.kernels['driver']}"
         )
+        if why := found.kernels["unasked"]:
+            lines.append(f"  only where asked for: {why}")
         outcomes = found.kernels["checked"]
         lines += [f"  {name}: {why or 'passed'}" for name, why in outcomes.items()]
         if not outcomes:

@@ -23,7 +23,8 @@ class Diagnosis:
         device: What MLX computes on: its default, and what it says of that.
         blas: Of MLX's CPU back-end, and the library's path.
         paths: Path of attention to why it does not exist here; empty if it does.
-        kernels: What their self-checks are remembered by, and kernel to why it is not used.
+        kernels: What their self-checks are remembered by, why auto does not use them, and kernel
+            to why it is not used.
         parity: Check to how it differs, of those that were run.
         problems: What makes this a failure.
     """
@@ -88,6 +89,6 @@ def _look_at_device(found: Diagnosis) -> None:
     if why:
         return
     outcomes = {outcome.kernel: outcome.why for _, outcome in selfcheck.remembered()}
-    found.kernels = {**identity, "checked": outcomes}
+    found.kernels = {**identity, "unasked": fused.why_not_unasked(), "checked": outcomes}
     failed = [why for why in outcomes.values() if why]
     found.problems += [why for why in failed if not any(why in p for p in found.problems)]

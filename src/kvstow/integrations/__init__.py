@@ -49,8 +49,8 @@ def attach(
         fetch: ``"eager"`` decodes the window for the host's attention; ``"deferred"``
             un-rotates the output instead of every value, and is refused where the
             model's own code needs real arrays; ``"fused"`` lets kernels attend to what is
-            stored in steps of few tokens, on an NVIDIA GPU, and is deferred in others;
-            ``"auto"`` takes fused where it can, else deferred, else eager. A kernel is compared
+            stored in steps of few tokens, on a GPU, and is deferred in others; ``"auto"`` takes
+            fused on an NVIDIA GPU where it can, else deferred, else eager. A kernel is compared
             with the definition before it first serves on a machine.
 
     Returns:

@@ -1,11 +1,10 @@
 // One group of 32 elements in one lane: exact arithmetic, loading, packing codes.
 //
 // The codec is defined bit for bit (codec/reference.py): float32, true division, sums in the stated
-// order, no fused multiply-add. Within an expression Metal's compiler may fuse a product and a sum, even
-// where it is told to be safe, so each operation is a function of its own, and fusing is forbidden.
+// order, no fused multiply-add. Safe math lets Metal's compiler fuse a product and a sum of one
+// expression, so each operation is a function of its own, and fusing is forbidden.
 #pragma once
 #include "primitives.h"
-#pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
 namespace kvstow {
 

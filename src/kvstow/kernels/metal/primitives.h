@@ -1,8 +1,10 @@
 // Names and small functions that all kernels use.
 //
-// For Metal 3.1 and newer, C++14. What MLX puts in front of a kernel has `bfloat16_t`.
+// For Metal 3.1 and newer, C++14. What MLX puts in front of a kernel has `bfloat16_t`. Math is safe:
+// -INFINITY and NaN mean something here.
 #pragma once
 #include <metal_stdlib>
+#pragma METAL fp math_mode(safe)
 namespace kvstow {
 using namespace metal;
 

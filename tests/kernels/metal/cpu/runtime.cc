@@ -106,7 +106,7 @@ const char* shim_launch(void (*body)(), void* const* buffers_, char* arena_, cha
   problem[0] = 0;
   static void (*run)();
   run = body;
-  emulator::stuck = false;
+  std::memset(side, 0, sizeof side);
   const bool done = emulator::launch({threads[0] / group, threads[1], threads[2]}, group, 32768, [] {
     if (emulator::current == 0) words.clear();
     run();
