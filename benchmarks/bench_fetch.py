@@ -27,7 +27,8 @@ import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_flatten, tree_map  # noqa: E402
 from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
 
-from kvstow.attention.mlx import PackedWindow, attend, decode_window  # noqa: E402
+from kvstow.attention.mlx import attend, decode_window  # noqa: E402
+from kvstow.attention.window import PackedWindow  # noqa: E402
 from kvstow.codec import mlx as codec  # noqa: E402
 from kvstow.evaluate.environment import environment  # noqa: E402
 from kvstow.kernels import backend as kernels  # noqa: E402

@@ -133,27 +133,47 @@ def test_working_memory_is_the_formula_of_the_docstring():
     assert cost(LLAMA, AFFINE, tokens).working_bytes == common + affine_layer + scores
 
 
+def test_on_a_cpu_all_scores_are_held_but_those_of_stored_tokens():
+    tokens, chunk = 1_000_000, PREFILL_TOKENS
+
+    def more(scheme, shape=LLAMA):
+        on_cpu, on_gpu = (cost(shape, scheme, tokens, on_gpu=gpu) for gpu in (False, True))
+        assert (on_cpu.cache_bytes, on_cpu.fixed_bytes) == (on_gpu.cache_bytes, on_gpu.fixed_bytes)
+        return on_cpu.working_bytes - on_gpu.working_bytes
+
+    scores = 4 * chunk * 4  # of one token: heads, queries, float32
+    assert more(AFFINE) == 0
+    assert more(OFF) == scores * 3907 * STEP_TOKENS
+    assert more(OFF, model(SLIDING)) == scores * (300 + chunk)
+    tiles = (32 + 24) * 2**20 + 3 * 4 * chunk * 64 * 4
+    decoded = (7 + 9) * 2 * 64 * 3907 * STEP_TOKENS
+    assert more(TURBO) == max(tiles, scores * chunk) - decoded
+    late = Scheme.parse("turbo:k8v3+start500001")
+    assert more(late) == scores * (500_000 + chunk) - decoded
+
+
 schemes = st.sampled_from(["off", "affine:8", "turbo:k8v3", "turbo:k4v2", "turbo:k8v3+start3000"])
 shapes = st.sampled_from([LLAMA, GEMMA, HYBRID, MIXED, model(SLIDING, RECURRENT)])
 
 
-@given(schemes, shapes, st.integers(0, 10**9))
-def test_the_context_that_fits_is_the_longest(text, shape, memory_bytes):
+@given(schemes, shapes, st.integers(0, 10**9), st.booleans())
+def test_the_context_that_fits_is_the_longest(text, shape, memory_bytes, on_gpu):
     scheme = Scheme.parse(text)
-    fit = max_tokens(shape, scheme, memory_bytes)
+    fit = max_tokens(shape, scheme, memory_bytes, on_gpu=on_gpu)
     if fit.tokens:
-        assert cost(shape, scheme, fit.tokens).total_bytes <= memory_bytes
+        assert cost(shape, scheme, fit.tokens, on_gpu=on_gpu).total_bytes <= memory_bytes
     if fit.bound == "memory":
-        assert cost(shape, scheme, fit.tokens + 1).total_bytes > memory_bytes
+        needed = cost(shape, scheme, fit.tokens + 1, on_gpu=on_gpu)
+        assert needed.total_bytes > memory_bytes
     else:
         assert (fit.bound, fit.tokens) == ("model", 4096)
 
 
-@given(schemes, shapes, st.integers(1, 10**6), st.integers(1, 10**6))
-def test_more_tokens_never_cost_less(text, shape, a, b):
+@given(schemes, shapes, st.integers(1, 10**6), st.integers(1, 10**6), st.booleans())
+def test_more_tokens_never_cost_less(text, shape, a, b, on_gpu):
     scheme = Scheme.parse(text)
-    fewer, more = sorted((a, b))
-    assert cost(shape, scheme, fewer).total_bytes <= cost(shape, scheme, more).total_bytes
+    fewer, more = (cost(shape, scheme, n, on_gpu=on_gpu) for n in sorted((a, b)))
+    assert fewer.total_bytes <= more.total_bytes
 
 
 def test_nothing_bounds_a_model_without_a_growing_cache_or_a_limit():

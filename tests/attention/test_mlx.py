@@ -1,4 +1,4 @@
-"""Attention on MLX arrays equals the definition, on both of its paths."""
+"""Attention on MLX arrays equals the definition, on each of its paths."""
 
 from itertools import product
 
@@ -12,6 +12,7 @@ from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 
 mx = pytest.importorskip("mlx.core")
 attention = pytest.importorskip("kvstow.attention.mlx")
+tiled = pytest.importorskip("kvstow.attention.tiled")
 
 pytestmark = pytest.mark.mlx
 
@@ -21,16 +22,29 @@ ATOL = 1e-5
 # Half precision rounds queries, weights, the decoded window and the output: 2**-11, 2**-8.
 ATOL_OF = {"float16": 2e-3, "bfloat16": 1.5e-2}
 WIDTHS = list(product(KEY_BITS, VALUE_BITS))
-PATHS = {"products": 10**9, "host": 0}
+ON_CPU = pytest.mark.skipif(
+    mx.default_device() != mx.Device(mx.cpu), reason="a GPU has one path by MLX's operations"
+)
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(
+    params=["host", pytest.param("products", marks=ON_CPU), pytest.param("tiled", marks=ON_CPU)]
+)
 def path(request, monkeypatch):
-    """Forces one of the two paths, whatever the number of query rows."""
-    monkeypatch.setattr(attention, "MAX_PRODUCT_ROWS", PATHS[request.param])
+    """Forces one of the paths, whatever there is to attend to."""
+    monkeypatch.setattr(attention.codec, "on_gpu", lambda: request.param == "host")
+    if request.param == "tiled":
+        small_tiles(monkeypatch, tokens=16)
 
 
-on_both_paths = pytest.mark.usefixtures("path")
+def small_tiles(monkeypatch, *, tokens, scores=256):
+    """Blocks of `tokens` tokens, and tiles of so few queries that each has `scores` scores."""
+    monkeypatch.setattr(tiled, "BLOCK_ELEMENTS", 0)
+    monkeypatch.setattr(tiled, "LEAST_BLOCK", tokens)
+    monkeypatch.setattr(tiled, "TILE_SCORES", scores)
+
+
+on_all_paths = pytest.mark.usefixtures("path")
 
 
 def encoded(rng, scheme, b, h, t, d):
@@ -72,7 +86,7 @@ def compare(rng, scheme, shape, mask=None, atol=ATOL, **window):
     assert np.abs(wanted).max() > 100 * atol
 
 
-@on_both_paths
+@on_all_paths
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", WIDTHS, ids="k{0[0]}v{0[1]}".format)
 def test_attention_equals_the_definition_at_every_width_and_head_dim(rng, bits, head_dim):
@@ -101,7 +115,7 @@ MASKS = {
 }
 
 
-@on_both_paths
+@on_all_paths
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("n_queries", [1, 2, 8, 40])
 @pytest.mark.parametrize("heads_per_kv_head", [1, 2, 3, 7])
@@ -113,7 +127,7 @@ def test_attention_equals_the_definition_for_every_mask_and_grouping(
     compare(rng, Turbo(), shape, MASKS[mask](rng, b, shape[1], n_queries, t))
 
 
-@on_both_paths
+@on_all_paths
 @pytest.mark.parametrize("t", [1, 2, 33, 255, 256, 257, 300])
 @pytest.mark.parametrize("n_queries", [1, 2])
 def test_attention_equals_the_definition_at_every_length(rng, t, n_queries):
@@ -128,7 +142,7 @@ GARBAGE = {
 }
 
 
-@on_both_paths
+@on_all_paths
 @pytest.mark.parametrize("fill", GARBAGE)
 @pytest.mark.parametrize("n_queries", [1, 3, 40])
 def test_what_lies_behind_the_last_token_is_not_seen(rng, fill, n_queries):
@@ -137,7 +151,7 @@ def test_what_lies_behind_the_last_token_is_not_seen(rng, fill, n_queries):
     compare(rng, Turbo(), shape, None, capacity=256, fill=GARBAGE[fill])
 
 
-@on_both_paths
+@on_all_paths
 @pytest.mark.parametrize("dtype", ATOL_OF)
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize("n_queries", [1, 5])
@@ -154,17 +168,64 @@ def test_half_precision_queries_get_that_precision_back(rng, dtype, mask, n_quer
     np.testing.assert_allclose(got, wanted, rtol=0, atol=ATOL_OF[dtype])
 
 
-@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has one path")
-def test_few_query_rows_take_the_products_and_many_take_the_hosts_attention(rng, monkeypatch):
-    keys, values = encoded(rng, Turbo(), 1, 2, 40, 64)
-    window = to_window(keys, values, Turbo())
-    seen = []
-    monkeypatch.setattr(attention, "_products", lambda q, *_: seen.append(q.shape[2]) or q)
-    for n_queries in (1, 16, 17, 40):  # 2 query heads for each KV head
-        q = mx.zeros((1, 4, n_queries, 64))
-        attention.attend(q, window, scale=1.0, mask="causal")
-    assert attention.MAX_PRODUCT_ROWS == 32
-    assert seen == [1, 16]
+@ON_CPU
+def test_a_window_is_cut_where_its_block_or_the_scores_are_too_large(rng, monkeypatch):
+    small_tiles(monkeypatch, tokens=32, scores=32 * 4 * 5)  # 4 query heads, 5 query tokens
+    cuts = {(32, 5): 1, (33, 5): 2, (32, 6): 2, (64, 5): 2, (65, 11): 9}
+    for (t, n_queries), n_tiles in cuts.items():
+        keys, values = encoded(rng, Turbo(), 1, 2, t, 64)
+        window = to_window(keys, values, Turbo(), capacity=256)
+        assert tiled.n_tiles(mx.zeros((1, 4, n_queries, 64)), window) == n_tiles
+
+
+@pytest.mark.parametrize(
+    ("heads", "block", "queries"),
+    [((9, 3, 64), 4096, 28), ((32, 8, 128), 1024, 32), ((64, 16, 512), 256, 64)],
+)
+def test_the_sizes_that_were_measured(heads, block, queries):
+    hq, h, d = heads
+    assert (tiled.block_tokens(h, d), tiled.tile_queries(hq, h, d)) == (block, queries)
+
+
+@ON_CPU
+@pytest.mark.parametrize("mask", ["causal", None, "array"])
+def test_peak_memory_does_not_grow_with_the_window(rng, monkeypatch, mask):
+    small_tiles(monkeypatch, tokens=64, scores=64 * 6 * 16)
+    n_queries, d, peaks = 40, 64, []
+    for t in (1024, 8192):
+        window = to_window(*encoded(rng, Turbo(), 1, 2, t, d), Turbo())
+        queries = mx.array(rng.standard_normal((1, 6, n_queries, d)).astype(np.float32))
+        seen = mx.array(rng.random((n_queries, t)) < 0.5) if mask == "array" else mask
+        mx.eval(window.keys, window.values, queries, seen)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(attention.attend(queries, window, scale=d**-0.5, mask=seen))
+        peaks.append(mx.get_peak_memory() - before)
+    decoded = 2 * 2 * 8192 * d * 4
+    assert peaks[1] < 1.2 * peaks[0] < decoded / 4
+
+
+@ON_CPU
+def test_tiles_of_a_row_are_those_it_has_alone(rng, monkeypatch):
+    """So a batch of rows of equal length gives each the bytes that it has alone."""
+    small_tiles(monkeypatch, tokens=32)
+    keys, values = encoded(rng, Turbo(), 3, 2, 100, 64)
+    q = mx.array(rng.standard_normal((3, 6, 9, 64)).astype(np.float32))
+    together = attention.attend(q, to_window(keys, values, Turbo()), scale=0.125, mask="causal")
+    for i in range(3):
+        row = [type(part)(*(plane[i : i + 1] for plane in part)) for part in (keys, values)]
+        alone = to_window(*row, Turbo(), capacity=128)
+        got = attention.attend(q[i : i + 1], alone, scale=0.125, mask="causal")
+        assert mx.array_equal(got[0], together[i])
+
+
+@ON_CPU
+def test_a_query_that_sees_nothing_at_first_is_not_disturbed(rng, monkeypatch):
+    small_tiles(monkeypatch, tokens=16)
+    seen = np.zeros((40, 50), bool)
+    seen[np.arange(40), rng.integers(17, 50, 40)] = True  # one token each, in a later block
+    for mask in (seen, np.where(seen, 0, -np.inf).astype(np.float32)):
+        compare(rng, Turbo(), (1, 6, 2, 40, 50, 64), mask)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

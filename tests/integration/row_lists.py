@@ -7,7 +7,8 @@ import numpy as np
 from mlx_lm.models import base
 
 from kvstow import Scheme
-from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.attention.mlx import decode_window
+from kvstow.attention.window import PackedWindow
 from kvstow.integrations.mlx_lm import PackedKVCache
 
 H, D = 2, 64

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvstow.attention import fused, parity, selfcheck
-from kvstow.attention.mlx import PackedWindow
 from kvstow.attention.mlx import attend as attend_deferred
+from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
 from kvstow.kernels import backend as real
 from kvstow.kernels.plan import Device

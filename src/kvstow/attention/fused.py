@@ -17,10 +17,10 @@ import numpy as np
 
 from kvstow.attention import selfcheck
 from kvstow.attention.masks import sight_of
-from kvstow.attention.mlx import PackedWindow
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.parity import say
 from kvstow.attention.tasks import AttendTask, EncodeTask
+from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import KvstowWarning

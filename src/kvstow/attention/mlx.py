@@ -7,52 +7,25 @@ in float32 (the order of the sums differs). In half precision the host's attenti
 gets a window that is rounded once; the products here stay in float32.
 """
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
+from kvstow.attention import tiled
+from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
-from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.scheme import GROUP_SIZE, Turbo
-
-# Up to this many query rows per KV head, two plain products are up to twice as fast
-# as the host's attention on a CPU, which repeats the keys for every query head.
-MAX_PRODUCT_ROWS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWindow:
-    """Stored keys and values on their way from a cache to `attend`.
-
-    `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
-    first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
-    see `fused.attend`; here it changes nothing.
-    """
-
-    keys: PackedKeys
-    values: PackedValues
-    n_tokens: int
-    scheme: Turbo
-    fused: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key and of one value."""
-        return int(self.values.scales.shape[-1]) * GROUP_SIZE
 
 
 def attend(
     queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
     """See `reference.attend`; `queries` is ``(b, hq, l, d)`` of any float dtype."""
-    _, hq, n_queries, _ = queries.shape
-    rows = hq // window.keys.scales.shape[1] * n_queries
-    if rows <= MAX_PRODUCT_ROWS and not codec.on_gpu():
-        keys, values = decode_window(window, mx.float32, rotated=True)
-        output = _products(queries.astype(mx.float32), keys, values, scale, mask)
-    else:
+    if codec.on_gpu():
         keys, values = decode_window(window, queries.dtype, rotated=True)
         output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    elif tiled.n_tiles(queries, window) > 1:
+        output = tiled.attend(queries, window, scale=scale, mask=mask)
+    else:
+        keys, values = decode_window(window, mx.float32, rotated=True)
+        output = _products(queries.astype(mx.float32), keys, values, scale, mask)
     return codec.unrotate(output).astype(queries.dtype)
 
 

@@ -19,11 +19,13 @@ working
       stream six times, queries, keys and values twice, and the feed-forward
       layer four times, in the model's own dtype;
     - one layer's cache once more, since growing it copies it;
-    - turbo: what encoding one chunk and decoding one layer's window hold on
-      the way, `ENCODE_BYTES` and `DECODE_BYTES` for each element;
-    - affine: the scores ``heads * chunk * T``, which mlx-lm's quantised
-      attention holds whole. For the other schemes the fused attention of a
-      GPU is assumed, which holds none; mlx's CPU back-end holds them too.
+    - turbo: what encoding one chunk holds on the way, `ENCODE_BYTES` for each
+      element, and, on a GPU, what decoding one layer's window does,
+      `DECODE_BYTES`; a CPU decodes a block of it at a time, and holds some
+      scores and three times the output;
+    - the scores ``heads * chunk * T``, which mlx-lm's quantised attention
+      (affine) holds whole, and on a CPU mlx's own: under turbo for exact
+      tokens only. The fused attention of a GPU holds none.
 
     The factors are upper bounds of peaks measured on mlx's CPU back-end with
     models that attend in every layer, and ``tests/contracts/test_capacity.py``
@@ -40,13 +42,17 @@ from typing import Literal
 from kvstow.capacity.shapes import LayerShape, ModelShape
 from kvstow.errors import UnsupportedModel
 from kvstow.policy import Policy
-from kvstow.scheme import Affine, Off, Scheme, Turbo
+from kvstow.scheme import Off, Scheme, Turbo
 from kvstow.store import STEP_TOKENS
 
 PREFILL_TOKENS = 2048  # mlx-lm's default prefill_step_size
 FLOAT32_BYTES = 4
 ENCODE_BYTES = 96  # encoding is not waited for: more than one layer's is under way
 DECODE_BYTES = {2: 8, 3: 9, 4: 7, 5: 12, 8: 7}  # by the width of a code
+# As in attention.tiled, which needs a framework: elements of a block, scores of a tile, tokens.
+BLOCK_ELEMENTS = TILE_SCORES = 1 << 20
+LEAST_BLOCK = 256
+BLOCK_BYTES, SCORE_BYTES = 32, 24  # for each of these: some blocks are under way at a time
 _UNBOUNDED_TOKENS = 1 << 40
 
 
@@ -103,14 +109,15 @@ def bytes_per_token(shape: ModelShape, scheme: Scheme | Policy) -> int:
     return _layer_bytes(shape, scheme, *shape.of_kind("full", "plain"))
 
 
-def cost(shape: ModelShape, scheme: Scheme | Policy, tokens: int) -> Cost:
-    """What `tokens` tokens of context take beside the weights.
+def cost(shape: ModelShape, scheme: Scheme | Policy, tokens: int, *, on_gpu: bool = True) -> Cost:
+    """What `tokens` tokens of context take beside the weights, on a GPU or on a CPU.
 
     Raises:
         UnsupportedModel: If the scheme cannot store the model's keys and values.
     """
     chunk = min(tokens, PREFILL_TOKENS)
     growing = shape.of_kind("full", "plain")
+    attending = shape.of_kind("full", "plain", "sliding", "bounded")
     return Cost(
         cache_bytes=_cache_bytes(shape, scheme, _in_steps(tokens), *growing),
         fixed_bytes=sum(
@@ -122,23 +129,28 @@ def cost(shape: ModelShape, scheme: Scheme | Policy, tokens: int) -> Cost:
         + max(
             (_cache_bytes(shape, scheme, _in_steps(tokens), layer) for layer in growing), default=0
         )
-        + _attention_bytes(shape, scheme, chunk, tokens),
+        + max(
+            (_attention_bytes(shape, scheme, layer, tokens, on_gpu) for layer in attending),
+            default=0,
+        ),
     )
 
 
-def max_tokens(shape: ModelShape, scheme: Scheme | Policy, memory_bytes: int) -> Fit:
-    """The longest context whose `cost` is at most `memory_bytes`.
+def max_tokens(
+    shape: ModelShape, scheme: Scheme | Policy, memory_bytes: int, *, on_gpu: bool = True
+) -> Fit:
+    """The longest context whose `cost` is at most `memory_bytes`, on a GPU or on a CPU.
 
     Raises:
         UnsupportedModel: If the scheme cannot store the model's keys and values.
     """
     limit = shape.max_tokens or _UNBOUNDED_TOKENS
-    if cost(shape, scheme, limit).total_bytes <= memory_bytes:
+    if cost(shape, scheme, limit, on_gpu=on_gpu).total_bytes <= memory_bytes:
         return Fit(limit, "model") if shape.max_tokens else Fit(None, "nothing")
     fits, too_many = 0, limit
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if cost(shape, scheme, middle).total_bytes <= memory_bytes:
+        if cost(shape, scheme, middle, on_gpu=on_gpu).total_bytes <= memory_bytes:
             fits = middle
         else:
             too_many = middle
@@ -206,15 +218,28 @@ def _activation_bytes(shape: ModelShape) -> int:
     return elements * shape.dtype_bytes
 
 
-def _attention_bytes(shape: ModelShape, policy: Scheme | Policy, chunk: int, tokens: int) -> int:
-    """The most that any layer holds while it attends."""
-    most = 0
-    for layer in shape.of_kind("full", "sliding"):
-        scheme = _scheme_of(policy, layer)
-        if isinstance(scheme, Affine) and layer.kind == "full":
-            most = max(most, shape.n_heads * chunk * tokens * shape.dtype_bytes)
-        elif isinstance(scheme, Turbo):
-            per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
-            held = 2 * ENCODE_BYTES * chunk + per_token * _held(layer, tokens, chunk)
-            most = max(most, layer.n_kv_heads * layer.key_dim * held)
-    return most
+def _attention_bytes(
+    shape: ModelShape, policy: Scheme | Policy, layer: LayerShape, tokens: int, on_gpu: bool
+) -> int:
+    """What a layer holds while it attends, and encodes, for the last chunk of a prompt."""
+    scheme, chunk = _scheme_of(policy, layer), min(tokens, PREFILL_TOKENS)
+    held = _held(layer, tokens, chunk)
+    of_host = shape.n_heads * chunk * shape.dtype_bytes  # for each token attended to
+    if not _is_stored(scheme, layer):
+        return 0 if on_gpu else of_host * held
+    if not isinstance(scheme, Turbo):
+        return of_host * tokens
+    width = layer.n_kv_heads * layer.key_dim
+    encoded = 2 * ENCODE_BYTES * chunk * width
+    if on_gpu:
+        per_token = DECODE_BYTES[scheme.key_bits] + DECODE_BYTES[scheme.value_bits]
+        return encoded + per_token * held * width
+    exact = min(held, (scheme.start_tokens or 1) - 1 + chunk)
+    return encoded + max(of_host * exact, _tiled_bytes(shape, layer, chunk))
+
+
+def _tiled_bytes(shape: ModelShape, layer: LayerShape, chunk: int) -> int:
+    block = max(BLOCK_ELEMENTS, LEAST_BLOCK * layer.n_kv_heads * layer.key_dim)
+    scores = max(TILE_SCORES, LEAST_BLOCK * shape.n_heads)
+    output = shape.n_heads * chunk * layer.key_dim * FLOAT32_BYTES
+    return BLOCK_BYTES * block + SCORE_BYTES * scores + 3 * output

@@ -58,11 +58,12 @@ def fit(
     the bytes that a context of this length takes. Layers with a sliding window
     stop growing and recurrent ones keep a state: their cost is fixed.
 
-    Working memory is the activations of one layer for 2048 tokens of the
-    prompt, a second copy of one layer's cache while it grows, and the logits;
-    for turbo also what encoding those tokens and decoding one layer hold; for
-    affine also the attention scores of those tokens. Without affine a GPU's
-    fused attention is assumed: on a CPU the scores come on top.
+    Working memory is that of the device that mlx computes on here: the
+    activations of one layer for 2048 tokens of the prompt, a second copy of
+    one layer's cache while it grows, and the logits; for turbo also what
+    encoding those tokens holds, and decoding one layer, whole on a GPU and a
+    block at a time on a CPU; for affine, and on a CPU without a scheme, also
+    the attention scores of those tokens.
     """
     config = read_config(model)
     bare = skeleton(config.config, dtype)  # first: it says what to install if mlx-lm is missing
@@ -72,6 +73,7 @@ def fit(
     if config.n_weights is not None:  # weights that are cast when they are loaded
         weight_bytes = config.n_weights * shape.dtype_bytes
     room_bytes = _room(weight_bytes, memory_bytes)
+    on_gpu = bool(require("kvstow.codec.mlx").on_gpu())
     rows = []
     asked: list[Scheme | Policy] = [*schemes, *([kv_policy] if kv_policy else [])]
     for scheme in asked:
@@ -81,7 +83,7 @@ def fit(
                 # Eager runs wherever another path does, and needs no kernel to be checked.
                 with attached(bare, scheme, fetch=fetch_of(scheme, "eager")):
                     pass
-            row |= _costs(shape, scheme, room_bytes, tokens)
+            row |= _costs(shape, scheme, room_bytes, tokens, on_gpu)
         except PolicyError as error:
             raise click.UsageError(f"--kv-policy: {error}") from error
         except UnsupportedModel as error:
@@ -92,6 +94,7 @@ def fit(
         "weight_bytes": weight_bytes,
         "memory_bytes": memory_bytes,
         "dtype_bytes": shape.dtype_bytes,
+        "device": "gpu" if on_gpu else "cpu",
         "max_tokens": shape.max_tokens,
         "layers": {kind: len(shape.of_kind(kind)) for kind in KINDS},
         "schemes": rows,
@@ -117,7 +120,11 @@ def _room(weight_bytes: int | None, memory_bytes: int | None) -> int | None:
 
 
 def _costs(
-    shape: ModelShape, scheme: Scheme | Policy, room_bytes: int | None, tokens: int | None
+    shape: ModelShape,
+    scheme: Scheme | Policy,
+    room_bytes: int | None,
+    tokens: int | None,
+    on_gpu: bool,
 ) -> dict[str, Any]:
     per_token, plain = bytes_per_token(shape, scheme), bytes_per_token(shape, Off())
     row: dict[str, Any] = {
@@ -125,9 +132,9 @@ def _costs(
         "compression_ratio": round(plain / per_token, 4) if plain else None,
     }
     if room_bytes is not None:
-        row["fits"] = asdict(max_tokens(shape, scheme, room_bytes))
+        row["fits"] = asdict(max_tokens(shape, scheme, room_bytes, on_gpu=on_gpu))
     if tokens is not None:
-        needed = cost(shape, scheme, tokens)
+        needed = cost(shape, scheme, tokens, on_gpu=on_gpu)
         row["at_tokens"] = {"tokens": tokens, **asdict(needed), "total_bytes": needed.total_bytes}
     return row
 
@@ -185,6 +192,8 @@ def _notes(report: dict[str, Any], shape: ModelShape) -> list[str]:
     if layers["recurrent"]:
         state_bytes = sum(layer.state_bytes for layer in shape.of_kind("recurrent"))
         lines.append(f"{layers['recurrent']} have a state of fixed size: {size_text(state_bytes)}.")
+    if any({"fits", "at_tokens"} & set(row) for row in report["schemes"]):
+        lines.append(f"Working memory is that of a {report['device'].upper()}, as mlx has here.")
     lines.append(f"Without a scheme an element takes {8 * shape.dtype_bytes} bits (see --dtype).")
     if report["weight_bytes"] is None:
         lines.append("The size of the weights is not known here: it is not counted.")

@@ -13,9 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from kvstow.attention import fused, reference, selfcheck
-from kvstow.attention.mlx import PackedWindow, attend
+from kvstow.attention.mlx import attend
 from kvstow.attention.parity import say
 from kvstow.attention.tasks import AttendTask, EncodeTask, Task
+from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as fast
 from kvstow.codec import reference as codec
 from kvstow.codec.layout import PackedKeys, PackedValues

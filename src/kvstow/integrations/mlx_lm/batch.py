@@ -21,7 +21,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import check_widths

@@ -20,7 +20,8 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.attention.mlx import decode_window
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
 from kvstow.integrations.mlx_lm import masks

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from kvstow.attention.fused import attend, dtype_name
-from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.window import PackedWindow
 
 
 class Owner:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import deferred
 from kvstow.scheme import GROUP_SIZE, Turbo

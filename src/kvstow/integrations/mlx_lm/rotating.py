@@ -15,7 +15,8 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.attention.mlx import decode_window
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
 from kvstow.integrations.mlx_lm import masks

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from kvstow.attention.fused import ALIGNED_TOKENS
-from kvstow.attention.mlx import PackedWindow
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm.encode import encode
 from kvstow.scheme import GROUP_SIZE, Turbo

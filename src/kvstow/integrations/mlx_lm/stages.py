@@ -10,7 +10,8 @@ from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 
-from kvstow.attention.mlx import PackedWindow, decode_window
+from kvstow.attention.mlx import decode_window
+from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import encode

@@ -1,0 +1,27 @@
+"""A packed window on its way from a cache to attention."""
+
+from dataclasses import dataclass
+
+from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.scheme import GROUP_SIZE, Turbo
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWindow:
+    """Stored keys and values on their way from a cache to `attend`.
+
+    `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
+    first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
+    see `fused.attend`; `mlx.attend` does not read it.
+    """
+
+    keys: PackedKeys
+    values: PackedValues
+    n_tokens: int
+    scheme: Turbo
+    fused: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key and of one value."""
+        return int(self.values.scales.shape[-1]) * GROUP_SIZE
