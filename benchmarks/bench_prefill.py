@@ -5,9 +5,9 @@
         --tokens 16384 65536 131072 --output benchmarks/results/prefill.jsonl
 
 One layer; the queries are the last tokens of the cache, causal. Every way has the same packed
-cache; `decode` decodes all of it and hands it to mlx's attention, which is what the others are compared
-with. Ways run in turns and medians are taken. A way whose output differs from attention over the decoded
-cache in float32 is an error, never a row.
+cache; `decode` decodes all of it and hands it to mlx's attention, and the others are compared with
+it. Ways run in turns and medians are taken. A way whose output differs from attention over the
+decoded cache in float32 is an error, never a row.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,12 @@ def made_window(h: int, n_tokens: int, d: int, dtype: mx.Dtype, scheme: Turbo) -
         v = codec.encode_values(values, bits=scheme.value_bits, guard=True)
         mx.eval(k, v)
         parts.append((k, v))
-    joined = [
-        type(of_kind[0])(*(mx.concatenate(planes, axis=2) for planes in zip(*of_kind, strict=True)))
+    keys, values = (
+        type(of_kind[0])(*(mx.concatenate(list(p), axis=2) for p in zip(*of_kind, strict=True)))
         for of_kind in zip(*parts, strict=True)
-    ]
-    mx.eval(joined)
-    return PackedWindow(*joined, n_tokens, scheme)
+    )
+    mx.eval(keys, values)
+    return PackedWindow(keys, values, n_tokens, scheme)
 
 
 def check(name: str, run: Callable[[], mx.array], want: mx.array, dtype: mx.Dtype) -> None:
@@ -89,7 +89,9 @@ def check(name: str, run: Callable[[], mx.array], want: mx.array, dtype: mx.Dtyp
         raise SystemExit(f"{name} is off by {error:.1e}")
 
 
-def measured(runs: dict[str, Callable[[], mx.array]], rounds: int) -> dict[str, tuple[float, int]]:
+def measured(
+    runs: Mapping[str, Callable[[], mx.array]], rounds: int
+) -> dict[str, tuple[float, int]]:
     """Median ms and greatest peak bytes of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = dict.fromkeys(runs, 0)

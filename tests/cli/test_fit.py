@@ -132,6 +132,19 @@ def test_a_context_of_some_tokens_is_priced_in_parts(fit):
     assert needed["total_bytes"] == sum(needed[part] for part in parts)
 
 
+def test_working_memory_is_that_of_the_device_that_mlx_has(fit, monkeypatch):
+    codec = pytest.importorskip("kvstow.codec.mlx")
+    options = ["--kv-quant", "off", "--tokens", "10000"]
+    needed = {}
+    for on_gpu, device in ((True, "gpu"), (False, "cpu")):
+        monkeypatch.setattr(codec, "on_gpu", lambda on_gpu=on_gpu: on_gpu)
+        said = report(fit(LLAMA_8B, *options, "--json"))
+        assert said["device"] == device
+        needed[device] = said["schemes"][0]["at_tokens"]["working_bytes"]
+        assert f"Working memory is that of a {device.upper()}" in fit(LLAMA_8B, *options).output
+    assert needed["cpu"] - needed["gpu"] == 32 * 2048 * 40 * 256 * 2  # scores in bfloat16
+
+
 def test_a_sliding_window_is_a_fixed_cost(fit):
     result = report(fit(GEMMA3_4B, "--kv-quant", "off", "--tokens", "100000", "--json"))
     assert result["layers"] == {"full": 5, "plain": 0, "sliding": 29, "bounded": 0, "recurrent": 0}

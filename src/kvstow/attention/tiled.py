@@ -52,7 +52,7 @@ def attend(
     for at, n in _parts(window.n_tokens, block_tokens(h, d)):
         block = _Block.decoded(window, range(at, at + n), after)
         for tile in tiles:
-            if mask == "causal" and first + tile.queries[-1] < at:
+            if isinstance(mask, str) and first + tile.queries[-1] < at:
                 continue  # all of it is to come
             after = tile.take(block, _part_of(mask, tile.queries, block.tokens, first), after)
     parts = [tile.output().reshape(b, hq, -1, d) for tile in tiles]
