@@ -54,11 +54,11 @@ def default_budget(stored: Stored, weight_bytes: int, memory_bytes: int) -> int:
     Returns:
         0 or less where not even the weights fit.
     """
-    room = memory_bytes - weight_bytes
-    longest = max_tokens(stored.shape, stored.scheme, max(room, 0)).tokens
+    room, on_gpu = memory_bytes - weight_bytes, mx.default_device() != mx.cpu
+    longest = max_tokens(stored.shape, stored.scheme, max(room, 0), on_gpu=on_gpu).tokens
     if longest is None:  # nothing grows with the context
         return room
-    return room - cost(stored.shape, stored.scheme, longest).working_bytes
+    return room - cost(stored.shape, stored.scheme, longest, on_gpu=on_gpu).working_bytes
 
 
 def usable_memory() -> int:
