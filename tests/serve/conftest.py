@@ -62,16 +62,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(setup, *, wait=True):
+def running(setup, *, wait=True, drain_timeout_s=5):
     """Run a server for the length of the block."""
     listener = listen("127.0.0.1", 0)
-    server = Server(setup, drain_timeout_s=5)
+    server = Server(setup, drain_timeout_s=drain_timeout_s)
     thread = threading.Thread(target=server.run, args=(listener,))
     thread.start()
     try:
         it = Running(server, listener.getsockname()[1])
         if wait:
             until(lambda: server.service.state == "ok")
+        it.thread = thread
         with it.client, it.http:
             yield it
     finally:
@@ -106,6 +107,7 @@ def serving(pair, scheme="turbo:k8v3", *, kv_budget_bytes=200 * MB, context=None
     """Serve a model and a tokenizer that are in memory; nothing may be left of its requests."""
     wait, draft = options.pop("wait", True), options.pop("draft", None)
     prefix_files = options.pop("prefix_files", None)
+    drain_timeout_s = options.pop("drain_timeout_s", 5)
 
     def of(kind):
         return kind(**{k: options.pop(k) for k in list(options) if k in kind.__dataclass_fields__})
@@ -124,9 +126,9 @@ def serving(pair, scheme="turbo:k8v3", *, kv_budget_bytes=200 * MB, context=None
     given = type("Given", (Loaded,), {"given": pair, "draft": draft})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstow.serve.server.Provider", given)
-        with running(setup, wait=wait) as it:
+        with running(setup, wait=wait, drain_timeout_s=drain_timeout_s) as it:
             yield it
-            until(it.is_idle)
+            until(lambda: it.is_idle() or not it.thread.is_alive())
     for model in (pair[0], draft):
         if model is not None:
             kvstow.detach(model)

@@ -337,3 +337,22 @@ def test_requests_while_the_model_loads_are_told_to_come_again(serve, tiny, monk
         may_load.set()
         until(lambda: it.http.get("/health").status_code == 200)
         assert it.post(messages=HELLO).status_code == 200
+
+
+def test_answers_that_do_not_end_are_told_when_the_time_for_draining_is_over(serve, tiny):
+    with serve(tiny, context=20_000, drain_timeout_s=0.1, decode_concurrency=1) as it:
+        ask = {"messages": HELLO, "max_tokens": 15_000, "stream": True, "logit_bias": ENDLESS}
+        waited = []
+        waiting = threading.Thread(target=lambda: waited.append(it.post(messages=HELLO)))
+        with it.http.stream("POST", "/v1/chat/completions", json=ask) as response:
+            lines = response.iter_lines()
+            next(lines)
+            waiting.start()
+            until(lambda: it.gateway.n_waiting == 1)
+            it.server.stop()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        waiting.join(10)
+        assert [(w.status_code, w.json()["error"]["code"]) for w in waited] == [(503, "stopping")]
+        with pytest.raises(httpx.ConnectError):
+            it.http.get("/health")

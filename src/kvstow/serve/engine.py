@@ -12,8 +12,10 @@ an `Outbox`, which knows whether anybody still waits. What mlx-lm does not do is
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mlx_lm.generate import make_text_state_machine
@@ -28,6 +30,7 @@ from kvstow.serve.provider import Provider
 
 log = logging.getLogger("kvstow.serve")
 Lane = Literal["batch", "single"]
+GONE_S = 0.5
 
 
 class EngineDead(RuntimeError):
@@ -142,6 +145,7 @@ class Engine(ResponseGenerator):
         self._stop = True
         self._may_start.set()
         self.join()
+        _until_gone(self._generation_thread.native_id)
 
     @property
     def is_healthy(self) -> bool:
@@ -224,3 +228,17 @@ class Engine(ResponseGenerator):
         """Stop words end the answer, and `kvstow.serve.answer` cuts them from its text."""
         stops, _ = super()._make_state_machine(model_key, tokenizer, stop_words)
         return stops, make_text_state_machine(tokenizer)
+
+
+def _until_gone(native_id: int | None) -> None:
+    """Wait for the end of a thread that Python has joined.
+
+    mlx destroys what belongs to the thread after Python has left it, and needs Python for that:
+    if the program ends meanwhile, the thread aborts it.
+    """
+    task = Path(f"/proc/self/task/{native_id}")
+    if not task.parent.exists():  # not Linux
+        time.sleep(GONE_S)
+    end = time.monotonic() + GONE_S
+    while task.exists() and time.monotonic() < end:
+        time.sleep(0.001)

@@ -154,6 +154,13 @@ class Gateway:
         self._takes_s += WEIGHT_OF_LAST * (took - self._takes_s)
         self._call_next()
 
+    def refuse_all(self, refusal: Refusal) -> None:
+        """Refuse those who wait."""
+        for _, turn in self._waiting:
+            if not turn.done():
+                turn.set_exception(refusal)
+        self._waiting.clear()
+
     def _leave(self, ticket: Ticket) -> None:
         """Out of the queue, or out of the room that was given at the very same moment."""
         self._waiting = deque(pair for pair in self._waiting if pair[0] is not ticket)

@@ -9,7 +9,7 @@ from mlx_lm.server import GenerationArguments, GenerationContext, Response
 
 from kvstow.serve.engine import Engine, EngineDead, Lane, Outbox, Tokenised
 from kvstow.serve.gateway import Ticket
-from kvstow.serve.refusal import GenerationFailed, TooSlow
+from kvstow.serve.refusal import GenerationFailed, Refusal, TooSlow
 
 
 class Job:
@@ -49,6 +49,11 @@ class Job:
             release(ticket)
             raise GenerationFailed(error) from error
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is computed for it any more."""
+        return self._ticket.is_done
+
     def _deliver(self, item: Any) -> None:
         self._call(self._items.put_nowait, item)
 
@@ -60,6 +65,11 @@ class Job:
         """Call in the event loop, from the thread that generates."""
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
             self._loop.call_soon_threadsafe(function, *args)
+
+    def end(self, refusal: Refusal) -> None:
+        """Stop it, and say why to who reads it. In the event loop."""
+        self.give_up()
+        self._items.put_nowait(refusal)
 
     def give_up(self) -> None:
         """Stop it, if it still runs."""
@@ -87,6 +97,7 @@ class Job:
 
         Raises:
             GenerationFailed: If it ends by an error.
+            Refusal: If it is ended, see `end`.
             TooSlow: If it takes too long.
         """
         async for item in self._arriving(still_there_s):
@@ -106,6 +117,8 @@ class Job:
                 raise TooSlow from error
             if item is None:
                 return
+            if isinstance(item, Refusal):
+                raise item
             if isinstance(item, Exception):
                 raise GenerationFailed(item)
             yield item

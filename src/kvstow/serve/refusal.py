@@ -83,6 +83,13 @@ class GenerationFailed(Refusal):
         super().__init__(500, f"generation failed: {error}", code="generation_failed")
 
 
+class Stopping(Refusal):
+    """The server ends."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is stopping", code="stopping")
+
+
 class TooSlow(Refusal):
     """The request has taken as long as any may."""
 

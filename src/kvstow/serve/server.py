@@ -22,6 +22,8 @@ from kvstow.serve.prompt_cache import WithinBudget
 from kvstow.serve.provider import Provider
 from kvstow.serve.service import Service
 
+LAST_WORDS_S = 2  # for those whose answer is interrupted
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -134,9 +136,9 @@ class Server:
             http="h11",
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            timeout_graceful_shutdown=round(drain_timeout_s) + LAST_WORDS_S,
         )
-        self._http = _Http(config)
+        self._http = _Http(config, self.service.interrupt, drain_timeout_s)
 
     def run(self, listener: socket.socket) -> None:
         """Load the model and answer, until SIGTERM, SIGINT or `stop`.
@@ -170,11 +172,24 @@ class Server:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn's, for which a signal is a normal end."""
+    """uvicorn's, for which a signal is a normal end.
+
+    Args:
+        config: uvicorn's.
+        interrupt: Ends the requests that run.
+        drain_timeout_s: When to call that, after the first signal; a second one calls it at once.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, interrupt: Callable[[], None], drain_timeout_s: float
+    ) -> None:
+        super().__init__(config)
+        self._interrupt = interrupt
+        self._drain_timeout_s = drain_timeout_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle them for the length of the block; a second one ends it at once."""
+        """Handle them for the length of the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -187,6 +202,16 @@ class _Http(uvicorn.Server):
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take nothing new, and wait for what runs, but not for ever."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._drain_timeout_s, self._interrupt)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
     def _leave(self) -> None:
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self._interrupt()
         self.should_exit = True

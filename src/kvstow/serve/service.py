@@ -14,7 +14,7 @@ from kvstow.serve.engine import Engine, Tokenised
 from kvstow.serve.gateway import Gateway
 from kvstow.serve.job import Job
 from kvstow.serve.options import Defaults, Limits, ModelOptions
-from kvstow.serve.refusal import BadRequest, GenerationFailed, Refusal, TooSlow
+from kvstow.serve.refusal import BadRequest, GenerationFailed, Refusal, Stopping, TooSlow
 from kvstow.serve.requests import ChatRequest, TextRequest
 from kvstow.serve.responses import Usage
 
@@ -68,6 +68,7 @@ class Service:
         self.limits = limits
         self.started = int(time.time())
         self._defaults = defaults
+        self._jobs: set[Job] = set()
         self._tokenising = threading.Lock()  # a tokenizer serves one thread at a time
 
     @property
@@ -119,12 +120,18 @@ class Service:
             raise
         return Exchange(job, context, self._answer(request, asked, context))
 
+    def interrupt(self) -> None:
+        """End all requests, those that wait too. In the event loop."""
+        self.gateway.refuse_all(Stopping())
+        for job in self._jobs:
+            job.end(Stopping())
+
     def _check_ready(self) -> None:
         if self.state == "loading":
             message = "the model is loading"
             raise Refusal(503, message, code="model_loading", retry_after_s=LOADING_S)
         if self.state != "ok":
-            raise GenerationFailed(self.engine.failure or "the server is stopping")
+            raise GenerationFailed(self.engine.failure) if self.engine.failure else Stopping()
 
     def _check_able(self, request: ChatRequest | TextRequest) -> None:
         provider = self.engine.model_provider
@@ -185,14 +192,11 @@ class Service:
                 ticket = await self.gateway.admit(n_tokens, self.engine.lane_of(args))
         except TimeoutError as error:
             raise TooSlow from error
-        return Job(
-            self.engine,
-            asked,
-            args,
-            deadline=deadline,
-            ticket=ticket,
-            release=self.gateway.release,
+        job = Job(
+            self.engine, asked, args, deadline=deadline, ticket=ticket, release=self.gateway.release
         )
+        self._jobs = {known for known in self._jobs if not known.is_done} | {job}
+        return job
 
     def _answer(self, request: ChatRequest | TextRequest, asked: Tokenised, context: Any) -> Answer:
         wanted = Wanted(
