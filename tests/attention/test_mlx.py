@@ -73,14 +73,14 @@ def to_window(keys, values, scheme, capacity=None, fill=None):
     )
 
 
-def compare(rng, scheme, shape, mask=None, atol=ATOL, **window):
+def compare(rng, scheme, shape, mask=None, atol=ATOL, sinks=None, **window):
     b, hq, h, n_queries, t, d = shape
     q = rng.standard_normal((b, hq, n_queries, d)).astype(np.float32)
     keys, values = encoded(rng, scheme, b, h, t, d)
-    wanted = reference.attend(q, keys, values, scheme=scheme, scale=d**-0.5, mask=mask)
-    on_mlx = mx.array(mask) if isinstance(mask, np.ndarray) else mask
-    packed = to_window(keys, values, scheme, **window)
-    got = attention.attend(mx.array(q), packed, scale=d**-0.5, mask=on_mlx)
+    how = {"scale": d**-0.5, "mask": mask, "sinks": sinks}
+    wanted = reference.attend(q, keys, values, scheme=scheme, **how)
+    on_mlx = {k: mx.array(x) if isinstance(x, np.ndarray) else x for k, x in how.items()}
+    got = attention.attend(mx.array(q), to_window(keys, values, scheme, **window), **on_mlx)
     assert got.dtype == mx.float32
     np.testing.assert_allclose(np.array(got), wanted, rtol=0, atol=atol)
     assert np.abs(wanted).max() > 100 * atol
@@ -125,6 +125,17 @@ def test_attention_equals_the_definition_for_every_mask_and_grouping(
     b, h, t = 2, 2, 41
     shape = (b, heads_per_kv_head * h, h, n_queries, t, 64)
     compare(rng, Turbo(), shape, MASKS[mask](rng, b, shape[1], n_queries, t))
+
+
+@on_all_paths
+@pytest.mark.parametrize("mask", ["none", "causal", "bool_b_hq_l_t", "added_b_1_l_t"])
+@pytest.mark.parametrize("n_queries", [1, 8, 40])
+@pytest.mark.parametrize("heads_per_kv_head", [1, 3])
+def test_attention_equals_the_definition_with_sinks(rng, heads_per_kv_head, n_queries, mask):
+    b, h, t = 2, 2, 41
+    shape = (b, heads_per_kv_head * h, h, n_queries, t, 64)
+    sinks = rng.normal(0, 3, shape[1]).astype(np.float32)
+    compare(rng, Turbo(), shape, MASKS[mask](rng, b, shape[1], n_queries, t), sinks=sinks)
 
 
 @on_all_paths

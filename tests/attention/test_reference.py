@@ -20,7 +20,7 @@ def problem(rng):
     return q, keys, values
 
 
-def row_by_row(q, keys, values, looks_at):
+def row_by_row(q, keys, values, looks_at, sinks=None):
     """Attention of each query row over the stored tokens that `looks_at` lists for it."""
     k = codec.decode_keys(keys, bits=SCHEME.key_bits).astype(np.float64)
     v = codec.decode_values(values, bits=SCHEME.value_bits, head_dim=D).astype(np.float64)
@@ -28,7 +28,8 @@ def row_by_row(q, keys, values, looks_at):
     for b, head, i in np.ndindex(q.shape[:3]):
         at, group = looks_at(b, head, i), head // (HQ // H)
         weights = np.exp(k[b, group, at] @ q[b, head, i].astype(np.float64) * D**-0.5)
-        out[b, head, i] = weights / weights.sum() @ v[b, group, at]
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
+        out[b, head, i] = weights / total @ v[b, group, at]
     return out
 
 
@@ -61,6 +62,14 @@ def test_true_in_a_mask_lets_a_query_look(problem, rng):
 def test_numbers_in_a_mask_are_added_to_the_scores(problem):
     forbidden = np.where(np.arange(T) < 4, 0, -np.inf).astype(np.float32)
     close(attend(*problem, mask=forbidden), row_by_row(*problem, lambda *_: list(range(4))))
+
+
+def test_a_sink_takes_weight_and_gives_no_value(problem, rng):
+    sinks = rng.normal(0, 3, HQ).astype(np.float32)
+    wanted = row_by_row(*problem, lambda *_: list(range(T)), sinks)
+    q, keys, values = problem
+    got = reference.attend(q, keys, values, scheme=SCHEME, scale=D**-0.5, sinks=sinks)
+    close(got, wanted)
 
 
 def test_one_stored_token_is_the_answer_whatever_the_query(problem):

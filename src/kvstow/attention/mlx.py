@@ -15,17 +15,25 @@ from kvstow.codec import mlx as codec
 
 
 def attend(
-    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
+    queries: mx.array,
+    window: PackedWindow,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """See `reference.attend`; `queries` is ``(b, hq, l, d)`` of any float dtype."""
     if codec.on_gpu():
         keys, values = decode_window(window, queries.dtype, rotated=True)
-        output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        output = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
     elif tiled.n_tiles(queries, window) > 1:
-        output = tiled.attend(queries, window, scale=scale, mask=mask)
+        output = tiled.attend(queries, window, scale=scale, mask=mask, sinks=sinks)
     else:
         keys, values = decode_window(window, mx.float32, rotated=True)
-        output = _products(queries.astype(mx.float32), keys, values, scale, mask)
+        scaled = scale * queries.astype(mx.float32)
+        output = _products(scaled, keys, values, mask, sinks)
     return codec.unrotate(output).astype(queries.dtype)
 
 
@@ -51,12 +59,16 @@ def decode_window(
 
 
 def _products(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Attention as two plain products, the query heads of a KV head as rows of one."""
     b, hq, n_queries, d = queries.shape
     h, n_stored = keys.shape[1], keys.shape[2]
-    rows = (scale * queries).reshape(b, h, -1, d)  # (b, h, hq/h * l, d)
+    rows = queries.reshape(b, h, -1, d)  # (b, h, hq/h * l, d)
     scores = rows @ keys.swapaxes(-1, -2)
     if isinstance(mask, str):
         at = mx.arange(n_stored - n_queries, n_stored)
@@ -68,5 +80,8 @@ def _products(
         else:
             scores = scores + mask
         scores = scores.reshape(b, h, -1, n_stored)
-    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        column = mx.broadcast_to(tiled.by_row(sinks, h, n_queries), (*scores.shape[:3], 1))
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., :n_stored]
     return (weights @ values).reshape(b, hq, n_queries, d)

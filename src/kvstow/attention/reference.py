@@ -14,7 +14,7 @@ from kvstow.scheme import Turbo
 Mask = Shaped[np.ndarray, "..."] | str | None
 
 
-def attend(
+def attend(  # noqa: PLR0913  what attention depends on
     queries: Float32[np.ndarray, "b hq l d"],
     keys: PackedKeys,
     values: PackedValues,
@@ -22,6 +22,7 @@ def attend(
     scheme: Turbo,
     scale: float,
     mask: Mask = None,
+    sinks: Float32[np.ndarray, " hq"] | None = None,
 ) -> Float32[np.ndarray, "b hq l d"]:
     """Softmax of the scaled scores over every stored token, times the values.
 
@@ -34,6 +35,7 @@ def attend(
         scale: Factor of the scores, usually ``d ** -0.5``.
         mask: None; ``"causal"``; booleans, True where a query may look; or numbers
             added to the scores. Arrays broadcast to ``(b, hq, l, t)``.
+        sinks: A score for each query head of one more token, whose value is zero.
     """
     _, hq, n_queries, d = queries.shape
     k = codec.decode_keys(keys, bits=scheme.key_bits)
@@ -45,6 +47,10 @@ def attend(
         mask = np.arange(n_stored - n_queries, n_stored)[:, None] >= np.arange(n_stored)
     if mask is not None:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    if sinks is not None:
+        column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate([scores, column], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
+    weights = weights[..., :n_stored]
     return np.asarray(weights @ v, np.float32)

@@ -31,7 +31,12 @@ LEAST = float(mx.finfo(mx.float32).min)  # of a query that has seen nothing; inf
 
 
 def attend(
-    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
+    queries: mx.array,
+    window: PackedWindow,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """See `reference.attend`; `queries` is ``(b, hq, l, d)`` of any float dtype.
 
@@ -45,6 +50,7 @@ def attend(
             (scale * queries[:, :, at : at + n].astype(mx.float32)).reshape(b, h, -1, d),
             range(at, at + n),
             hq,
+            None if sinks is None else by_row(sinks, h, n),
         )
         for at, n in _parts(n_queries, tile_queries(hq, h, d))
     ]
@@ -57,6 +63,12 @@ def attend(
             after = tile.take(block, _part_of(mask, tile.queries, block.tokens, first), after)
     parts = [tile.output().reshape(b, hq, -1, d) for tile in tiles]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def by_row(sinks: mx.array, n_kv_heads: int, n_queries: int) -> mx.array:
+    """Sinks of query heads ``(hq,)`` as scores of the rows of KV heads, ``(h, hq/h * l, 1)``."""
+    by_head = sinks.astype(mx.float32).reshape(n_kv_heads, -1, 1)
+    return mx.repeat(by_head, n_queries, axis=1)
 
 
 def block_tokens(n_kv_heads: int, head_dim: int) -> int:
@@ -112,12 +124,14 @@ class _Tile:
         rows: Scaled, float32 ``(b, h, hq/h * l, d)``.
         queries: Which.
         n_heads: Query heads.
+        sink: A score of each row that no value belongs to; None for none.
     """
 
-    def __init__(self, rows: mx.array, queries: range, n_heads: int) -> None:
+    def __init__(self, rows: mx.array, queries: range, n_heads: int, sink: mx.array | None) -> None:
         self.rows, self.queries, self.n_heads = rows, queries, n_heads
-        self.greatest: mx.array | None = None  # score, (b, h, rows, 1)
-        self.weights = self.sums = mx.array(0.0)  # of them all, and times the values
+        self.greatest = sink  # score, (b, h, rows, 1)
+        self.weights = mx.array(0.0 if sink is None else 1.0)  # of them all, and times the values
+        self.sums = mx.array(0.0)
 
     def take(self, block: _Block, mask: mx.array | None, after: list[mx.array]) -> list[mx.array]:
         """See a block, once `after` is computed; returns what the next must wait for."""
