@@ -1,13 +1,18 @@
 """What calls of kernels through MLX have in common, whatever GPU they run on."""
 
+import math
+import struct
 from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
+from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
+from kvstow.kernels.plan import Plan, Shape
 from kvstow.kernels.specialise import DTYPES, Dtype
+from kvstow.scheme import GROUP_SIZE, Turbo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,28 @@ class Rows:
     longest: int
 
 
+def shape_of(
+    queries: mx.array, planes: tuple[PackedKeys, PackedValues], tokens: int | Rows
+) -> tuple[Shape, int]:
+    """The sizes of a call of attention, and the capacity of its planes."""
+    b, hq, n_queries, d = queries.shape
+    h, capacity = planes[0].codes.shape[1:3]
+    ragged = isinstance(tokens, Rows)
+    n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
+    return Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged), capacity
+
+
+def row_arrays(tokens: int | Rows) -> list[mx.array]:
+    """Starts and lengths as kernels take them, where there are some."""
+    rows = [tokens.starts, tokens.lengths] if isinstance(tokens, Rows) else []
+    return [array.astype(mx.int32) for array in rows]
+
+
+def sink_arrays(scores: Scores) -> list[mx.array]:
+    """Sinks as kernels take them, where there are some."""
+    return [] if scores.sinks is None else [scores.sinks.astype(mx.float32)]
+
+
 def check_tokens(n_tokens: int, capacity: int) -> None:
     """Refuse planes that the kernels cannot follow.
 
@@ -50,6 +77,16 @@ def check_tokens(n_tokens: int, capacity: int) -> None:
         raise ValueError(f"the capacity must be a multiple of 8, got {capacity}")
     if n_tokens > capacity:
         raise ValueError(f"{n_tokens} tokens do not fit in a capacity of {capacity}")
+
+
+def decode_counts(
+    shape: Shape, plan: Plan[object], *, capacity: int, window: int, scale: float
+) -> mx.array:
+    """One small array of `arguments.DECODE_COUNTS` and the bits of the scores' factor."""
+    sizes = shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
+    counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
+    factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
+    return mx.array(np.array([*counts, factor], np.int32))
 
 
 def check_alike(keys: mx.array, values: mx.array) -> None:
@@ -76,6 +113,16 @@ def dtype_of(array: mx.array) -> Dtype:
         if name == dtype:
             return dtype
     raise ValueError(f"dtype must be one of {DTYPES}, got {name}")
+
+
+def encoded_planes(keys: mx.array, scheme: Turbo) -> tuple[list[tuple[int, ...]], list[mx.Dtype]]:
+    """Shapes and dtypes of the five planes of keys ``(b, h, n, d)`` and values like them."""
+    b, h, n, d = keys.shape
+    groups = d // GROUP_SIZE
+    row_bytes = d * scheme.key_bits // 8, groups, groups, d * scheme.value_bits // 8, groups
+    key_dtype = mx.int8 if scheme.key_bits == 8 else mx.uint8
+    dtypes = [key_dtype, mx.float16, mx.float16, mx.uint8, mx.float16]
+    return [(b, h, n, width) for width in row_bytes], dtypes
 
 
 # Constants are made from numpy: they hold data, not a graph bound to one thread's stream.

@@ -15,9 +15,10 @@ from kvstow.kernels import backend
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 # What makes machine code out of a specialisation, beside the device source.
+_COMMON = ("arguments.py", "calls.py", "plan.py", "source.py", "specialise.py")
 _LOADERS = {
-    "cuda": ("mlx.py", "mlx_build.py", "plan.py", "source.py", "specialise.py"),
-    "metal": ("metal_mlx.py", "metal_plan.py", "source.py"),
+    "cuda": ("mlx.py", "mlx_build.py", *_COMMON),
+    "metal": ("metal_mlx.py", "metal_plan.py", *_COMMON),
 }
 
 

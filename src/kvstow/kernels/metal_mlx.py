@@ -6,14 +6,11 @@ or hands them to functions that take either. MLX compiles with safe math; the so
 also forbids fused products and sums.
 """
 
-import math
-import struct
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
@@ -25,8 +22,13 @@ from kvstow.kernels.calls import (
     centroids,
     check_alike,
     check_tokens,
+    decode_counts,
     dtype_of,
+    encoded_planes,
+    row_arrays,
+    shape_of,
     signs,
+    sink_arrays,
 )
 from kvstow.kernels.metal_plan import (
     SIMDGROUP,
@@ -54,26 +56,20 @@ def attend(
     scores: Scores,
 ) -> mx.array:
     """See `backend.attend`."""
-    b, hq, n_queries, d = queries.shape
-    keys, values = planes
-    h, capacity = keys.codes.shape[1:3]
-    rows = [tokens.starts, tokens.lengths] if isinstance(tokens, Rows) else []
-    rows = [array.astype(mx.int32) for array in rows]
-    n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
-    check_tokens(n_tokens, capacity)
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=bool(rows))
+    shape, capacity = shape_of(queries, planes, tokens)
     widths = scheme.key_bits, scheme.value_bits
     made = _prepare(shape, widths, dtype_of(queries), (capacity, scores.window, scores.scale))
     plan = made.plan
-    n_rows = b * hq * n_queries
-    sums, weights = decode_callable(plan.kernel, bool(rows))(
-        inputs=[*keys, *values, queries, centroids(scheme.value_bits), made.counts, *rows],
+    n_rows, d = queries.size // shape.head_dim, shape.head_dim
+    tables = [centroids(scheme.value_bits), made.counts]
+    sums, weights = decode_callable(plan.kernel, shape.ragged)(
+        inputs=[*planes[0], *planes[1], queries, *tables, *row_arrays(tokens)],
         grid=(plan.grid[0] * plan.kernel.threads, *plan.grid[1:]),
         threadgroup=(plan.kernel.threads, 1, 1),
         output_shapes=[(n_rows, plan.n_splits, d), (n_rows, plan.n_splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    sinks = [] if scores.sinks is None else [scores.sinks.astype(mx.float32)]
+    sinks = sink_arrays(scores)
     output: mx.array = merge_callable(d, plan.kernel.dtype, bool(sinks))(
         inputs=[sums, weights, signs(d), made.counts, *sinks],
         grid=(n_rows * SIMDGROUP, 1, 1),
@@ -90,10 +86,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     b, h, n, d = keys.shape
     widths = scheme.key_bits, scheme.value_bits
     kernel = MetalDevice().encode_kernel(widths, d, dtype_of(keys), search=scheme.search)
-    row_bytes = d * widths[0] // 8, kernel.groups, kernel.groups, d * widths[1] // 8, kernel.groups
-    shapes = [(b, h, n, width) for width in row_bytes]
-    key_dtype = mx.int8 if scheme.key_bits == 8 else mx.uint8
-    dtypes = [key_dtype, mx.float16, mx.float16, mx.uint8, mx.float16]
+    shapes, dtypes = encoded_planes(keys, scheme)
     if not keys.size:
         planes = list(map(mx.zeros, shapes, dtypes))
     else:
@@ -210,13 +203,16 @@ class _Prepared:
 def _prepare(
     shape: Shape, widths: tuple[int, int], dtype: Dtype, options: tuple[int, int, float]
 ) -> _Prepared:
-    """`options` are the capacity, the window and the scale."""
+    """`options` are the capacity, the window and the scale.
+
+    Raises:
+        ValueError: If the capacity is not a multiple of 8, or there are more tokens than it.
+    """
     capacity, window, scale = options
+    check_tokens(shape.n_tokens, capacity)
     plan = plan_metal(shape, widths, dtype, window)
-    sizes = shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
-    counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
-    factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    return _Prepared(plan, mx.array(np.array([*counts, factor], np.int32)))
+    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
+    return _Prepared(plan, counts)
 
 
 @cache

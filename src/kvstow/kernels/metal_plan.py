@@ -7,7 +7,7 @@ kernel has run on a Mac.
 from dataclasses import dataclass
 
 from kvstow.codec.layout import check_keys, check_values
-from kvstow.kernels.plan import Shape
+from kvstow.kernels.plan import Plan, Shape
 from kvstow.kernels.specialise import Dtype
 from kvstow.scheme import GROUP_SIZE
 
@@ -122,25 +122,7 @@ class MetalDevice:
         return MetalEncodeKernel(head_dim, *widths, dtype, search)
 
 
-@dataclass(frozen=True, slots=True)
-class MetalPlan:
-    """A kernel and its launch.
-
-    Attributes:
-        kernel: What is launched.
-        group: Query heads of a KV head.
-        row_blocks: Blocks that the query rows of a KV head take.
-        n_splits: Splits of the tokens.
-        chunk: Tokens of a split.
-        grid: Threadgroups along x, y and z.
-    """
-
-    kernel: MetalDecodeKernel
-    group: int
-    row_blocks: int
-    n_splits: int
-    chunk: int
-    grid: tuple[int, int, int]
+MetalPlan = Plan[MetalDecodeKernel]
 
 
 def plan_metal(shape: Shape, widths: tuple[int, int], dtype: Dtype, window: int) -> MetalPlan:
@@ -167,4 +149,4 @@ def plan_metal(shape: Shape, widths: tuple[int, int], dtype: Dtype, window: int)
     chunk = max(LEAST_CHUNK, -(-seen // wanted))
     n_splits = max(1, -(-seen // chunk))
     grid = -(-n_splits // SIMDGROUPS), blocks, shape.batch
-    return MetalPlan(kernel, group, row_blocks, n_splits, chunk, grid)
+    return Plan(kernel, group, row_blocks, n_splits, chunk, grid)

@@ -4,8 +4,6 @@ Lengths and counts travel in one small array, which all layers of a step share: 
 costs on the host matters more at short contexts than what the kernel does.
 """
 
-import math
-import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,13 +23,18 @@ from kvstow.kernels.calls import (
     centroids,
     check_alike,
     check_tokens,
+    decode_counts,
     dtype_of,
+    encoded_planes,
+    row_arrays,
+    shape_of,
     signs,
+    sink_arrays,
 )
 from kvstow.kernels.mlx_build import decode_callable, encode_callable
 from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
 from kvstow.kernels.specialise import Dtype, EncodeKernel
-from kvstow.scheme import GROUP_SIZE, Turbo
+from kvstow.scheme import Turbo
 
 # Arrivals are used again after so many calls of a thread. MLX puts at most
 # MLX_MAX_OPS_PER_BUFFER of them, 100 unless it is set, into one graph, and runs graphs of a
@@ -47,29 +50,23 @@ def attend(
     scores: Scores,
 ) -> mx.array:
     """See `backend.attend`."""
-    b, hq, n_queries, d = queries.shape
-    keys, values = planes
-    h, capacity = keys.codes.shape[1:3]
-    rows = [tokens.starts, tokens.lengths] if isinstance(tokens, Rows) else []
-    rows = [array.astype(mx.int32) for array in rows]
-    sinks = [] if scores.sinks is None else [scores.sinks.astype(mx.float32)]
-    n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=bool(rows))
+    shape, capacity = shape_of(queries, planes, tokens)
+    sinks = sink_arrays(scores)
     widths = scheme.key_bits, scheme.value_bits
     options = capacity, scores.window, scores.scale, bool(sinks)
     made = _prepare(shape, widths, dtype_of(queries), options)
     plan = made.plan
-    n_rows = b * hq * n_queries
+    n_rows, d = queries.size // shape.head_dim, shape.head_dim
     output: mx.array = made.kernel(
         inputs=[
-            *keys,
-            *values,
+            *planes[0],
+            *planes[1],
             queries,
             centroids(scheme.value_bits),
             signs(d),
-            _arrivals(b * h * plan.row_blocks),
+            _arrivals(shape.batch * shape.n_kv_heads * plan.row_blocks),
             made.counts,
-            *rows,
+            *row_arrays(tokens),
             *sinks,
         ],
         grid=(plan.grid[0] * plan.kernel.threads, *plan.grid[1:]),
@@ -86,11 +83,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     b, h, n, d = keys.shape
     widths = scheme.key_bits, scheme.value_bits
     kernel = EncodeKernel(d, *widths, dtype_of(keys), search=scheme.search)
-    groups = d // GROUP_SIZE
-    row_bytes = d * scheme.key_bits // 8, groups, groups, d * scheme.value_bits // 8, groups
-    shapes = [(b, h, n, width) for width in row_bytes]
-    key_dtype = mx.int8 if scheme.key_bits == 8 else mx.uint8
-    dtypes = [key_dtype, mx.float16, mx.float16, mx.uint8, mx.float16]
+    shapes, dtypes = encoded_planes(keys, scheme)
     if not keys.size:
         planes = list(map(mx.zeros, shapes, dtypes))
     else:
@@ -135,11 +128,8 @@ def _prepare(
     capacity, window, scale, with_sinks = options
     check_tokens(shape.n_tokens, capacity)
     plan = plan_decode(shape, widths, dtype, device())
-    sizes = shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
-    counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
-    factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    array = mx.array(np.array([*counts, factor], np.int32))
-    return _Prepared(plan, decode_callable(plan.kernel, shape.ragged, with_sinks), array)
+    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
+    return _Prepared(plan, decode_callable(plan.kernel, shape.ragged, with_sinks), counts)
 
 
 class _Slots(threading.local):

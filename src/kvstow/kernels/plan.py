@@ -6,6 +6,7 @@ do not; the last one to arrive merges them.
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvstow.kernels.specialise import (
     SHARED_LIMITS,
@@ -96,8 +97,11 @@ class Shape:
         return self.n_heads // self.n_kv_heads
 
 
+_Kernel = TypeVar("_Kernel", covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class Plan(Generic[_Kernel]):
     """A kernel and its launch.
 
     Attributes:
@@ -109,12 +113,15 @@ class DecodePlan:
         grid: Blocks along x, y and z.
     """
 
-    kernel: DecodeKernel
+    kernel: _Kernel
     group: int
     row_blocks: int
     n_splits: int
     chunk: int
     grid: tuple[int, int, int]
+
+
+DecodePlan = Plan[DecodeKernel]
 
 
 def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device) -> DecodePlan:
@@ -137,7 +144,7 @@ def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Dev
     chunk = _chunk(shape, shape.batch * blocks, kernel, device)
     n_splits = max(1, -(-shape.n_tokens // chunk))
     grid = n_splits, blocks, shape.batch
-    return DecodePlan(kernel, group, row_blocks, n_splits, chunk, grid)
+    return Plan(kernel, group, row_blocks, n_splits, chunk, grid)
 
 
 def _chunk(shape: Shape, n_blocks: int, kernel: DecodeKernel, device: Device) -> int:

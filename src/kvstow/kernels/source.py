@@ -1,8 +1,8 @@
 """Text of one specialised kernel, from the files beside this module.
 
-The device source is package data in ``cuda/``: plain CUDA C++ whose files include each
-other by name. Runtime compilers get one text without a search path, so includes are
-replaced by the files, each once. `cuda_program` is a whole program for one kernel, for
+The device source is package data: plain CUDA C++ in ``cuda/`` and Metal in ``metal/``, whose
+files include each other by name. Runtime compilers get one text without a search path, so
+includes are replaced by the files, each once. `cuda_program` is a whole program for one kernel, for
 whoever launches kernels themselves; a framework that writes the kernel's signature takes
 `cuda_include` and the kernel's own name for what is called (`specialise`).
 """
