@@ -22,8 +22,8 @@ struct Affine {
   // At 8 bits: the best of four zeros a quarter of a step apart, of a scale that leaves room for them.
   void search(const thread float (&x)[32], float low, float high, const device uint* errors) {
     constexpr float STEPS = 253.f, RESOLUTION = 16.f, SHIFT = (2 - LEAST) * 16.f;  // places
-    const bool safe = divisor >= 0.000030517578125f && divisor < 32768.f && fabs(offset) < 256.f;
-    if (!safe) return;  // 2^-15, 2^15
+    constexpr float LEAST_DIVISOR = 0.000030517578125f, MOST_DIVISOR = 32768.f;    // 2^-15, 2^15
+    if (!(divisor >= LEAST_DIVISOR && divisor < MOST_DIVISOR && fabs(offset) < 256.f)) return;
     scale = half(over(minus(high, low), STEPS));
     divisor = float(scale);
     const float whole = rint(over(plus(high, low), plus(divisor, divisor)));
@@ -39,13 +39,15 @@ struct Affine {
 
   // A group that would be lost: a scale rounded up and a fractional zero.
   void guard(float low, float high) {
-    constexpr float GUARD_STEPS = BITS == 8 ? 238.f : (1 << BITS) - 1, ZERO_LIMIT = BITS == 8 ? 32768.f : 1024.f;
-    const bool sane = float(scale) >= 0.0000152587890625f && is_finite(scale) && is_finite(zero);  // 2^-16
+    constexpr float GUARD_STEPS = BITS == 8 ? 238.f : (1 << BITS) - 1;
+    constexpr float ZERO_LIMIT = BITS == 8 ? 32768.f : 1024.f;
+    constexpr float GUARD_BELOW = 0.0000152587890625f, SMALLEST = 5.9604644775390625e-08f;  // 2^-16, 2^-24
+    const bool sane = float(scale) >= GUARD_BELOW && is_finite(scale) && is_finite(zero);
     const float largest = max(-low, high);
     if (sane || !is_finite(low) || !is_finite(high) || largest == 0.f) return;
     const float range = minus(over(high, GUARD_STEPS), over(low, GUARD_STEPS));
     const float wanted = max(range, over(largest, ZERO_LIMIT));
-    scale = half_above(clamp(wanted, 5.9604644775390625e-08f, FLOAT16_MAX));  // from 2^-24
+    scale = half_above(clamp(wanted, SMALLEST, FLOAT16_MAX));
     divisor = float(scale);
     const float middle = BITS == 8 ? plus(times(0.5f, low), times(0.5f, high)) : low;
     zero = half(clamp(over(middle, divisor), -FLOAT16_MAX, FLOAT16_MAX));
