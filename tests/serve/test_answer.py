@@ -102,9 +102,10 @@ def test_a_stop_word_that_the_engine_found_is_cut_off_though_its_last_token_has_
     assert ((first + last).text, answer.finish_reason) == ("a", "stop")
 
 
-def test_the_first_of_two_stop_words_ends_the_text():
-    stops = Stops(["cd", "b"])
-    assert (stops.feed("abcd"), stops.found) == ("a", True)
+@pytest.mark.parametrize("n", CUTS)
+def test_of_two_stop_words_the_one_that_is_whole_first_ends_the_text(n):
+    stops = Stops(["bcdef", "cd"])
+    assert ("".join(map(stops.feed, cut("abcdef", n))), stops.found) == ("ab", True)
 
 
 @pytest.mark.parametrize("n", CUTS)

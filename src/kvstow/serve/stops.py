@@ -29,10 +29,11 @@ class Stops:
         if self.found:
             return ""
         text = self._held + text
-        places = [at for word in self._words if (at := text.find(word)) >= 0]
-        if places:
+        # The word that is whole first: so it does not matter how the text is cut.
+        ends = [(at + len(word), at) for word in self._words if (at := text.find(word)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(ends)[1]]
         n_held = max((_overlap(text, word) for word in self._words), default=0)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
