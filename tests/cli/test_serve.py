@@ -87,6 +87,9 @@ REFUSED = [
     (["--chat-template-args", "[]"], 2, "is not a JSON object"),
     (["--num-draft-tokens", "3"], 2, "--num-draft-tokens needs --draft-model"),
     (["--fetch", "fused", "--kv-quant", "off"], 2, "--fetch fused needs a turbo scheme"),
+    (["--adapter-path", "."], 2, "lacks adapter_config.json and adapters.safetensors"),
+    (["--chat-template-file", "nowhere"], 2, "--chat-template-file"),
+    (["--prefix-cache-bytes", "1GB"], 2, "needs --prefix-cache"),
     (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
 ]
 

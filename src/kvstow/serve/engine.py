@@ -79,26 +79,28 @@ class Outbox:
         Raises:
             _GivenUp: To get out of a prompt that is read outside the batch.
         """
-        if isinstance(item, GenerationContext):
+        given_up, is_context = self.given_up, isinstance(item, GenerationContext)
+        if is_context:
             self._context = item
-        if self.given_up:
-            if self._context is not None:
-                self._context.stop()
-            if self.lane == "single" and isinstance(item, tuple):
-                raise _GivenUp
-        else:
+        if not given_up:
             self._deliver(item)
+        elif self._context is not None:
+            self._context.stop()
         if item is None or isinstance(item, Exception):
             self.leaves = True
             self.close()
-        elif self.given_up and self._context is not None:
+        elif given_up and not is_context:
             self.leaves = True
+            if self.lane == "single" and isinstance(item, tuple):
+                raise _GivenUp
 
     def give_up(self) -> None:
-        """Stop the request wherever it is. From any thread."""
+        """Stop the request wherever it is. From any thread.
+
+        The engine is told at the next `put`, in its own thread: were it told here, it might drop
+        the request without a `put` that says so.
+        """
         self.given_up = True
-        if self._context is not None:
-            self._context.stop()
 
     def close(self) -> None:
         """Say that nothing is computed for it any more; once."""
@@ -197,7 +199,9 @@ class Engine(ResponseGenerator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next that somebody waits for. Once in every round, so others leave here."""
-        for outbox in [o for o in self._outboxes if o.leaves]:
+        with self._lock:
+            leaving = [outbox for outbox in self._outboxes if outbox.leaves]
+        for outbox in leaving:
             self._close(outbox)
         while (found := super()._next_request(timeout)) is not None:
             if not found[0].given_up:

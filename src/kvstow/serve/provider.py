@@ -7,10 +7,15 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
+from mlx_lm.tuner.utils import load_adapters
 
-from kvstow.errors import ModelFileError
+from kvstow.errors import ModelFileError, UnsupportedModel
 from kvstow.integrations import AttachReport, attach
-from kvstow.integrations.mlx_lm.speculative import CachePair, trimmable_tokens
+from kvstow.integrations.mlx_lm.speculative import (
+    CachePair,
+    disagreement,
+    trimmable_tokens,
+)
 from kvstow.integrations.report import fetch_of
 from kvstow.models import load
 from kvstow.policy import Policy
@@ -50,6 +55,7 @@ class Provider(ModelProvider):
 
         Raises:
             KvstowError: If something cannot be loaded, or not be attached.
+            UnsupportedModel: If the draft model has another tokenizer.
         """
         options = self.options
         model, tokenizer = load(options.model, dtype=options.dtype)
@@ -60,7 +66,11 @@ class Provider(ModelProvider):
             tokenizer.chat_template = options.chat_template
             tokenizer.has_chat_template = True
         if options.draft_model is not None:
-            draft, _ = load(options.draft_model, dtype=options.dtype)
+            draft, its_tokenizer = load(options.draft_model, dtype=options.dtype)
+            if why := disagreement(tokenizer.get_vocab(), its_tokenizer.get_vocab()):
+                raise UnsupportedModel(
+                    f"the draft model has another tokenizer than the model: {why}"
+                )
             scheme = Policy.of(options.stored).default  # rules are about the other model's layers
             self.draft_report = attach(draft, scheme, fetch=fetch_of(scheme, options.fetch))
             self.draft_model = draft
@@ -102,11 +112,9 @@ class Provider(ModelProvider):
 
 
 def _add_adapters(model: Any, path: str) -> None:
-    from mlx_lm.tuner.utils import load_adapters  # noqa: PLC0415 (imports datasets and more)
-
     try:
         load_adapters(model, path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(f"mlx-lm cannot load the adapter {path}: {error}") from error
     model.eval()
 
