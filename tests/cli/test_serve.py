@@ -10,6 +10,8 @@ import threading
 
 import pytest
 
+from kvstow.errors import ModelFileError
+
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -65,6 +67,25 @@ def test_the_program_serves_until_sigterm_and_lets_the_running_answer_end(tiny, 
         reasons = [part.choices[0].finish_reason for part in stream]
     assert reasons[-1] == "length"
     assert process.wait(20) == 0
+
+
+def test_the_program_does_not_wait_for_a_model_that_is_loading(tiny, cli, monkeypatch):
+    provider = pytest.importorskip("kvstow.serve.provider")
+    ended = threading.Event()
+
+    def slow(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.wait()
+        raise ModelFileError("too late")
+
+    def leave(code):
+        ended.set()
+        sys.exit(code)
+
+    monkeypatch.setattr(provider, "load", slow)
+    monkeypatch.setattr(os, "_exit", leave)
+    result = cli("serve", "--model", tiny.llama, "--port", 0)
+    assert (result.exit_code, ended.is_set()) == (0, True)
 
 
 def test_a_key_in_the_environment_is_needed(tiny, program):

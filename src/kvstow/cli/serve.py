@@ -1,5 +1,6 @@
 """``kvstow serve``: OpenAI's HTTP interface over one model and packed caches."""
 
+import os
 import warnings
 from contextlib import suppress
 from ipaddress import ip_address
@@ -80,11 +81,13 @@ def serve(
         say(use_fast_blas().notice)
         setup = _setup(config, how, {"model": model, "host": host, **options})
         address = listener.getsockname()[:2]
-        server.Server(
+        has_ended = server.Server(
             setup,
             drain_timeout_s=drain_timeout,
             on_ready=lambda service: _announce(service, setup, address),
         ).run(listener)
+    if not has_ended:
+        os._exit(0)  # Python itself would wait for the model
 
 
 def _check_key(host: str, options: Options) -> None:

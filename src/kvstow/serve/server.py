@@ -140,8 +140,12 @@ class Server:
         )
         self._http = _Http(config, self.service.interrupt, drain_timeout_s)
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket) -> bool:
         """Load the model and answer, until SIGTERM, SIGINT or `stop`.
+
+        Returns:
+            Whether all has ended. False: the model is still loading, in a thread that nothing
+            can stop; the program has to be ended under it.
 
         Raises:
             Exception: What the model could not be loaded for; of kvstow's own where it is known.
@@ -151,15 +155,22 @@ class Server:
         try:
             asyncio.run(self._http.serve(sockets=[listener]))
         finally:
-            engine.stop_and_join()
-            if self._disk is not None:
-                self._disk.close()
+            has_ended = self._end()
         if engine.failure is not None and not engine.is_ready:
             raise engine.failure
+        return has_ended
 
     def stop(self) -> None:
         """Take no more requests, and end after those that run."""
         self._http.should_exit = True
+
+    def _end(self) -> bool:
+        if self.service.state == "loading":
+            return False
+        self.service.engine.stop_and_join()
+        if self._disk is not None:
+            self._disk.close()
+        return True
 
     def _ready(self) -> None:
         if not self.service.engine.model_provider.is_batchable:
