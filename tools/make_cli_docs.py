@@ -27,6 +27,7 @@ that cannot be read; 130 after an interrupt.
   converted SmolLM2 takes 538 MB. Everything in it can be deleted at any time. A conversion that is
   killed leaves a partial directory, which a later conversion of the same file removes once it is a
   day old.
+- `KVSTOW_API_KEY`: `--api-key` of `kvstow serve`, where other users of the machine cannot read it.
 - `KVSTOW_BLAS`: the BLAS that mlx uses on a CPU under Linux: `auto` (the default: OpenBLAS if it
   is installed, else MKL, else mlx's own), `off` (mlx's own), `openblas` or `mkl`. One that is
   named and cannot be used is an error.

@@ -20,6 +20,7 @@ STATES = {
     "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
     "reasoning": [("</think>", "normal")],
     "tool": [("</tool_call>", "normal")],
+    "header": [("to=user|", "normal")],
 }
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
@@ -120,6 +121,12 @@ def test_an_answer_may_begin_with_reasoning_that_the_prompt_has_opened():
 
 
 @pytest.mark.parametrize("n", CUTS)
+def test_the_header_of_a_message_is_no_text(n):
+    part, _ = whole(cut("to=user|yes", n), state="header")
+    assert part.text == "yes"
+
+
+@pytest.mark.parametrize("n", CUTS)
 def test_tool_calls_are_read(n):
     part, reason = whole(cut(f"so {CALL}{CALL}", n))
     assert (part.text, reason) == ("so ", "tool_calls")
@@ -129,8 +136,9 @@ def test_tool_calls_are_read(n):
     assert len({c["id"] for c in part.tool_calls}) == 2
 
 
-def test_the_answer_ends_with_its_first_call_where_one_is_wanted():
-    part, reason = whole([CALL, CALL, "more"], wanted=Wanted(one_call=True))
+@pytest.mark.parametrize("n", CUTS)
+def test_the_answer_ends_with_its_first_call_where_one_is_wanted(n):
+    part, reason = whole(cut(f"{CALL}{CALL}more", n), wanted=Wanted(one_call=True))
     assert (len(part.tool_calls), part.text, reason) == (1, "", "tool_calls")
 
 

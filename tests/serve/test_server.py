@@ -1,5 +1,6 @@
 """The server on a tiny model: what is asked, what is refused, and what is left behind."""
 
+import copy
 import json
 import socket
 import threading
@@ -356,3 +357,20 @@ def test_answers_that_do_not_end_are_told_when_the_time_for_draining_is_over(ser
         assert [(w.status_code, w.json()["error"]["code"]) for w in waited] == [(503, "stopping")]
         with pytest.raises(httpx.ConnectError):
             it.http.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        ("{{ raise_exception('turns must alternate') }}", "invalid_prompt"),
+        (None, "no_chat_template"),
+    ],
+)
+def test_what_the_chat_template_cannot_say_is_refused(serve, tiny, template, code):
+    model, tokenizer = tiny[0], copy.deepcopy(tiny[1])
+    tokenizer.chat_template, tokenizer.has_chat_template = template, template is not None
+    with serve((model, tokenizer)) as it:
+        error = it.post(messages=HELLO).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", code)
+        assert code != "invalid_prompt" or "turns must alternate" in error["message"]
+        assert it.post("/v1/completions", prompt="abc", max_tokens=1).status_code == 200

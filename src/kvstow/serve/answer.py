@@ -115,19 +115,27 @@ class Answer:
             self.finish_reason = response.finish_reason
         self._shown_bytes += len(text.encode())
         part = self._sort(text) + Part(likelihoods=self._released())
-        if self._calls and self.finish_reason == "stop":
+        if self._has_its_call or (self._calls and self.finish_reason == "stop"):
             self.finish_reason = "tool_calls"
         return part
+
+    @property
+    def _has_its_call(self) -> bool:
+        """Whether nothing is wanted any more behind a tool call."""
+        return self._wanted.one_call and self._calls > 0
 
     def _spaced(self, response: Any) -> str:
         """The text of a response. mlx-lm leaves out a space in front of all."""
         text: str = response.text
         if self.n_tokens == 1:
             first = token_bytes(self._tokenizer, response.token)
-            self._lacks_space = self._wanted.raw and first.startswith(b" ")
+            self._lacks_space = first.startswith(b" ")
         if text and self._lacks_space:
             self._lacks_space = False
-            return text if text.startswith(" ") else f" {text}"
+            if not text.startswith(" "):
+                if self._wanted.raw:
+                    return f" {text}"
+                self._shown_bytes += 1  # as if it had been shown
         return text
 
     def _end_at_word(self, response: Any) -> str:
@@ -166,14 +174,18 @@ class Answer:
         return part
 
     def _take(self, name: str, text: str) -> Part:
-        if name == "tool":
+        """Take the text of a state. Those that are not named here are headers between messages."""
+        part = Part()
+        if name == "tool" and not self._has_its_call:
             self._tool_text = (self._tool_text or "") + text
-            return Part()
-        before = self._call() if self._tool_text is not None else Part()
-        if self._wanted.one_call and self._calls:
-            self.finish_reason = "tool_calls"
-            return before
-        return before + (Part(reasoning=text) if name == "reasoning" else Part(text=text))
+            return part
+        if self._tool_text is not None:
+            part = self._call()
+        if name == "normal" and not self._has_its_call:
+            part += Part(text=text)
+        elif name == "reasoning" and not self._has_its_call:
+            part += Part(reasoning=text)
+        return part
 
     def _call(self) -> Part:
         """The calls in the text of one; the text itself where it cannot be read."""

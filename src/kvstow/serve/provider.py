@@ -11,6 +11,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from kvstow.errors import ModelFileError, UnsupportedModel
 from kvstow.integrations import AttachReport, attach
+from kvstow.integrations.mlx_lm.probe import text_args
 from kvstow.integrations.mlx_lm.speculative import (
     CachePair,
     disagreement,
@@ -107,8 +108,9 @@ class Provider(ModelProvider):
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens the tokenizer knows."""
-        return len(self.tokenizer)
+        """How many tokens there are that the model and the tokenizer know."""
+        known = len(self.tokenizer)
+        return int(min(known, getattr(text_args(self.model), "vocab_size", None) or known))
 
 
 def _add_adapters(model: Any, path: str) -> None:

@@ -154,8 +154,9 @@ class Service:
                 with self._tokenising:
                     self.engine.tokenise(asked, args)
             except Exception as error:  # jinja2's own, raised by the text of a model's template
-                message = f"the model's chat template refuses this: {error}"
-                raise BadRequest("messages", message, code="invalid_prompt") from error
+                param = "messages" if asked.request_type == "chat" else "prompt"
+                message = f"no prompt can be made of {param}: {error}"
+                raise BadRequest(param, message, code="invalid_prompt") from error
         n_vocabulary = self.engine.model_provider.vocabulary_size
         if not asked.n_prompt:
             raise BadRequest("prompt", "the prompt is empty")
