@@ -13,15 +13,32 @@ from kvstow.integrations.report import KVUsage
 
 def usage(cache: list[Any]) -> KVUsage:
     """See `kvstow.usage`."""
-    cache = [member for c in cache for member in getattr(c, "caches", (c,))]  # of a CacheList
+    kv_bytes, kv_bytes_bf16 = allocated(cache)
+    members = _members(cache)
     return KVUsage(
-        # mlx-lm's quantised cache cannot count itself before its first append.
-        kv_bytes=sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in cache),
-        kv_bytes_bf16=sum(map(_bytes_bf16, cache)),
-        tokens=max(map(_tokens, cache), default=0),
-        capacity_tokens=max(map(_capacity, cache), default=0),
-        nonfinite_groups=sum(map(_nonfinite_groups, cache)),
+        kv_bytes=kv_bytes,
+        kv_bytes_bf16=kv_bytes_bf16,
+        tokens=max(map(_tokens, members), default=0),
+        capacity_tokens=max(map(_capacity, members), default=0),
+        nonfinite_groups=nonfinite_groups(cache),
     )
+
+
+def allocated(cache: list[Any]) -> tuple[int, int]:
+    """``kv_bytes`` and ``kv_bytes_bf16`` of `usage`, without a look at any number."""
+    members = _members(cache)
+    # mlx-lm's quantised cache cannot count itself before its first append.
+    kv_bytes = sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in members)
+    return kv_bytes, sum(map(_bytes_bf16, members))
+
+
+def nonfinite_groups(cache: list[Any]) -> int:
+    """As in `usage`; reads the scales of all tokens."""
+    return sum(map(_nonfinite_groups, _members(cache)))
+
+
+def _members(cache: list[Any]) -> list[Any]:
+    return [member for c in cache for member in getattr(c, "caches", (c,))]  # of a CacheList
 
 
 def _arrays(cache: Any) -> list[mx.array]:

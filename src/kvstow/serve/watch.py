@@ -1,0 +1,227 @@
+"""What mlx-lm's engine does and holds, looked at in its own thread.
+
+Only there may caches be touched. What was seen is published as one value that any thread reads.
+Looking takes no number out of an array, so it waits for nothing, and it is done so seldom that
+it takes at most a hundredth of the time.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import ReferenceType, ref
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, stream_generate
+from mlx_lm.models.cache import LRUPromptCache, PromptTrie
+
+from kvstow.integrations.mlx_lm.usage import allocated, nonfinite_groups
+from kvstow.serve.stats import Held, Memory, Work
+from kvstow.serve.tally import Tally
+
+LEAST_S = 0.2  # between two looks
+COST_SHARE = 100  # a look that took t comes again after 100 t at the earliest
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen, and when, by the clock of the tally."""
+
+    at: float | None = None
+    memory: Memory = field(default_factory=Memory)
+    work: Work = field(default_factory=Work)
+    evictions: int = 0
+
+
+class Ledger(PromptTrie):  # type: ignore[misc]  # mlx-lm has no types
+    """mlx-lm's tree of prompts, which knows what the caches in it take.
+
+    Attributes:
+        held: By all entries.
+        nonfinite_groups: In them.
+        evictions: Entries that left for want of room; not those that a longer one replaced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+        self.nonfinite_groups = 0
+        self.evictions = 0
+        self._takes: dict[int, tuple[Held, int]] = {}  # by the entry's id, which it lives to keep
+
+    def add(self, model: Any, tokens: list[int], value: Any) -> Any:
+        """See mlx-lm."""
+        before = super().add(model, tokens, value)
+        if before is not None:
+            self._forget(before)
+        took = held_by(value.prompt_cache, len(tokens)), nonfinite_groups(value.prompt_cache)
+        self._takes[id(value)] = took
+        self.held += took[0]
+        self.nonfinite_groups += took[1]
+        return before
+
+    def pop(self, model: Any, tokens: list[int]) -> Any:
+        """See mlx-lm, which takes away in this way what has to leave."""
+        value = super().pop(model, tokens)
+        self._forget(value)
+        self.evictions += 1
+        return value
+
+    def pop_prefixes(self, model: Any, tokens: list[int]) -> Any:
+        """See mlx-lm."""
+        found = super().pop_prefixes(model, tokens)
+        for _, value in found:
+            self._forget(value)
+        return found
+
+    def _forget(self, value: Any) -> None:
+        held, nonfinite = self._takes.pop(id(value))
+        self.held -= held
+        self.nonfinite_groups -= nonfinite
+
+
+class Watch:
+    """Looks at batches, at requests outside of them, and at kept prompts.
+
+    Args:
+        tally: Where steps are counted.
+        prompt_cache: Still empty.
+    """
+
+    def __init__(self, tally: Tally, prompt_cache: LRUPromptCache) -> None:
+        self._tally = tally
+        self._ledger = prompt_cache._trie = Ledger()
+        self._batch: ReferenceType[BatchGenerator] | None = None
+        self._alone: tuple[list[Any], int] | None = None
+        self._next_look = 0.0
+        self.seen = Seen()
+
+    def watched(self, function: Function) -> Function:
+        """A function of mlx-lm's server that makes batches and streams where they are seen.
+
+        It finds both among the names of its module, so a copy of it is given other names;
+        the module stays as it is, for whoever else uses it.
+        """
+        found: Any = function
+        ours = {"BatchGenerator": self._batches, "stream_generate": self._stream}
+        names = found.__globals__ | ours
+        copy: Any = FunctionType(found.__code__, names, found.__name__, found.__defaults__)
+        return copy  # type: ignore[no-any-return]
+
+    def look(self) -> None:
+        """Publish what is held, unless that was done a moment ago."""
+        start = self._tally.clock()
+        if start < self._next_look:
+            return
+        began = time.perf_counter()
+        in_flight, work = self._in_flight()
+        memory = Memory(
+            in_flight,
+            self._ledger.held,
+            self._ledger.nonfinite_groups,
+            mx.get_active_memory(),
+            mx.get_peak_memory(),
+            mx.get_cache_memory(),
+        )
+        self.seen = Seen(start, memory, work, self._ledger.evictions)
+        took = time.perf_counter() - began
+        self._next_look = start + max(LEAST_S, COST_SHARE * took)
+
+    def _in_flight(self) -> tuple[Held, Work]:
+        held, work = Held(), Work()
+        if (batch := self._batch and self._batch()) is not None:
+            held, work = held_by_batch(batch)
+        if self._alone is not None:
+            held += held_by(*self._alone)
+            work = replace(work, alone=1)
+        return held, work
+
+    def _batches(self, *args: Any, **options: Any) -> BatchGenerator:
+        batch = _WatchedBatches(self, *args, **options)
+        self._batch = ref(batch)
+        return batch
+
+    def step(self, before: "_Counted", after: "_Counted") -> None:
+        """A batch has made a step."""
+        if n := after.prompt_tokens - before.prompt_tokens:
+            self._tally.step("prompt", after.prompt_s - before.prompt_s, n)
+        if n := after.decode_tokens - before.decode_tokens:
+            self._tally.step("decode", after.decode_s - before.decode_s, n)
+        self.look()
+
+    def _stream(self, *, prompt: Any, prompt_cache: list[Any], **options: Any) -> Iterator[Any]:
+        """mlx-lm's `stream_generate`, for one request outside a batch."""
+        told, n_read, n_cached = options.pop("prompt_progress_callback"), 0, 0
+        since = self._tally.clock()
+
+        def count(kind: Any, n_tokens: int) -> None:
+            nonlocal since
+            now = self._tally.clock()
+            self._tally.step(kind, now - since, n_tokens)
+            since = now
+
+        def progress(n_done: int, n_all: int) -> None:
+            nonlocal n_read
+            count("prompt", n_done - n_read)
+            n_read = n_done
+            self._alone = prompt_cache, n_cached + n_read
+            self.look()
+            told(n_done, n_all)
+
+        options |= {"prompt": prompt, "prompt_cache": prompt_cache}
+        n_cached = max((int(getattr(c, "offset", 0)) for c in prompt_cache), default=0)
+        self._alone = prompt_cache, n_cached
+        try:
+            for made in stream_generate(prompt_progress_callback=progress, **options):
+                if n_read < len(prompt):  # a speculative stream says nothing of its prompt
+                    count("prompt", len(prompt) - n_read)
+                    n_read = len(prompt)
+                count("decode", 1)
+                self._alone = prompt_cache, n_cached + n_read + made.generation_tokens - 1
+                self.look()
+                yield made
+        finally:
+            self._alone = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    prompt_tokens: int
+    prompt_s: float
+    decode_tokens: int
+    decode_s: float
+
+
+class _WatchedBatches(BatchGenerator):  # type: ignore[misc]
+    def __init__(self, watch: Watch, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._watch = watch
+
+    def next(self) -> Any:
+        before = self._counted()
+        found = super().next()
+        self._watch.step(before, self._counted())
+        return found
+
+    def _counted(self) -> _Counted:
+        c = self._counters
+        return _Counted(c.prompt_tokens, c.prompt_time, c.generation_tokens, c.decode_time)
+
+
+def held_by(prompt_cache: list[Any], n_tokens: int) -> Held:
+    """By the caches of one text of so many tokens."""
+    return Held(1, n_tokens, *allocated(prompt_cache))
+
+
+def held_by_batch(batch: BatchGenerator) -> tuple[Held, Work]:
+    """By the requests of a batch, those included that have not begun."""
+    held = Held()
+    for sequence in batch._unprocessed_sequences:
+        held += held_by(sequence[3], len(sequence[4]))
+    prompts, answers = batch._prompt_batch, batch._generation_batch
+    for part in (prompts, answers):
+        n_tokens = sum(map(len, part.tokens))
+        held += Held(len(part), n_tokens, *allocated(part.prompt_cache))
+    return held, Work(reading_prompts=len(prompts), decoding=len(answers))
