@@ -14,9 +14,9 @@ from kvstow.serve import observe
 from kvstow.serve.stats import Budget, Held, Hits, Latency, LayerStats, Memory, Prefixes
 from kvstow.serve.stats import Requests, Stats, Throughput, Work
 
-LAYERS = tuple(
-    LayerStats(i, "full", "turbo:k8v3", "deferred", "", "") for i in range(29)
-) + (LayerStats(29, "other", "off", "host", "recurrent layer has a state, not keys and values", ""),)
+LAYERS = tuple(LayerStats(i, "full", "turbo:k8v3", "deferred", "", "") for i in range(29)) + (
+    LayerStats(29, "other", "off", "host", "recurrent layer has a state, not keys and values", ""),
+)
 STATS = Stats(
     state="ready",
     uptime_s=4000.0,
@@ -27,8 +27,12 @@ STATS = Stats(
     scheme="turbo:k8v3",
     layers=LAYERS,
     memory=Memory(
-        Held(3, 6_144, 58_800_000, 150_500_000), Held(4, 4_096, 39_200_000, 100_300_000),
-        0, 620_000_000, 1_089_000_000, 12_000_000,
+        Held(3, 6_144, 58_800_000, 150_500_000),
+        Held(4, 4_096, 39_200_000, 100_300_000),
+        0,
+        620_000_000,
+        1_089_000_000,
+        12_000_000,
     ),
     budget=Budget(2_000_000_000, 300_000_000),
     work=Work(1, 1, 2, 0),
@@ -74,7 +78,9 @@ class Site:
 
     def app(self):
         routes = observe.routes(self.read)
-        app = Starlette(routes=[*routes, Route("/v1/chat/completions", self.chat, methods=["POST"])])
+        app = Starlette(
+            routes=[*routes, Route("/v1/chat/completions", self.chat, methods=["POST"])]
+        )
 
         async def guarded(scope, receive, send):
             if scope["type"] == "http" and self._locked(scope):

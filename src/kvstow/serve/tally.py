@@ -85,7 +85,7 @@ class Tally:
         return self.clock() - self._started
 
     def arrive(self) -> "Visit":
-        """A request that was let in begins."""
+        """A request has come."""
         return Visit(self)
 
     def refuse(self, reason: str) -> None:
@@ -129,7 +129,7 @@ class Tally:
 
 
 class Visit:
-    """One request that was let in, from its arrival to its end."""
+    """One request from its arrival to its end, of which there is one."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -141,6 +141,12 @@ class Visit:
         if not self._has_token:
             self._has_token = True
             self._tally._first(self._tally.clock() - self._arrived)
+
+    def refuse(self, reason: str) -> None:
+        """It is not let in."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._tally.refuse(reason)
 
     def end(self, outcome: Outcome) -> None:
         """It is over; how it first ended is how it ended."""
