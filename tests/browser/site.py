@@ -11,14 +11,27 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvstow.serve import observe
-from kvstow.serve.stats import Budget, Held, Hits, Latency, LayerStats, Memory, Prefixes
-from kvstow.serve.stats import Requests, Stats, Throughput, Work
+from kvstow.serve.stats import (
+    Budget,
+    Held,
+    Hits,
+    Latency,
+    LayerStats,
+    Memory,
+    Prefixes,
+    Requests,
+    Stats,
+    Throughput,
+    Work,
+)
 
-LAYERS = tuple(LayerStats(i, "full", "turbo:k8v3", "deferred", "", "") for i in range(29)) + (
-    LayerStats(29, "other", "off", "host", "recurrent layer has a state, not keys and values", ""),
+RECURRENT = "recurrent layer has a state, not keys and values"
+LAYERS = (
+    *(LayerStats(i, "full", "turbo:k8v3", "deferred", "", "") for i in range(29)),
+    LayerStats(29, "other", "off", "host", RECURRENT, ""),
 )
 STATS = Stats(
-    state="ready",
+    state="ok",
     uptime_s=4000.0,
     measured_s_ago=0.1,
     versions={"kvstow": "0.1.0", "mlx": "0.32.4", "mlx_lm": "0.32.2"},

@@ -11,15 +11,16 @@ site_module = pytest.importorskip("tests.browser.site")
 STATS = site_module.STATS
 
 pytestmark = pytest.mark.browser
+TIMES = "\u00d7"
 MARKUP = '<img src="x" onerror="window.harmed = 1"><script>window.harmed = 1</script>'
 
 
 def test_it_shows_what_the_server_holds(browser):
     assert browser.driver.title == "smollm2 · kvstow"
     assert browser.field("scheme") == "turbo:k8v3"
-    assert browser.text("state") == "ready"
+    assert browser.text("state") == "ok"
     assert browser.text("uptime") == "up 1 h 6 min"
-    assert browser.text("smaller") == "2.56×"
+    assert browser.text("smaller") == f"2.56{TIMES}"
     assert browser.field("memory.held.kv_bytes") == "98.0 MB"
     assert browser.field("memory.held.kv_bytes_bf16") == "251 MB"
     assert browser.field("memory.in_flight.tokens") == "6,144"
@@ -58,7 +59,7 @@ def test_nothing_held_is_said_so(browser):
 
 def test_a_cache_larger_than_bf16_is_not_called_smaller(browser):
     browser.open(memory=stats.Memory(stats.Held(1, 10, 200, 100)))
-    assert (browser.text("smaller"), browser.text("smaller-text")[:6]) == ("2.00×", "larger")
+    assert (browser.text("smaller"), browser.text("smaller-text")[:6]) == (f"2.00{TIMES}", "larger")
 
 
 def test_numbers_change_while_it_is_open(browser):
@@ -112,16 +113,17 @@ def test_it_asks_nobody_while_it_is_hidden(browser):
     browser.until(lambda: browser.site.polls > before)
 
 
-def test_a_server_that_is_gone_is_said_to_be_gone(browser, _chromium):
-    _chromium.execute_cdp_cmd("Network.enable", {})
+def test_a_server_that_is_gone_is_said_to_be_gone(browser):
+    driver = browser.driver
+    driver.execute_cdp_cmd("Network.enable", {})
     try:
-        _emulate_network(_chromium, offline=True)
+        _emulate_network(driver, offline=True)
         browser.until(lambda: browser.text("state") == "the server does not answer")
         assert "stale" in browser.find("stats").get_attribute("class")
-        _emulate_network(_chromium, offline=False)
-        browser.until(lambda: browser.text("state") == "ready")
+        _emulate_network(driver, offline=False)
+        browser.until(lambda: browser.text("state") == "ok")
     finally:
-        _emulate_network(_chromium, offline=False)
+        _emulate_network(driver, offline=False)
 
 
 def _emulate_network(driver, *, offline):
@@ -141,7 +143,8 @@ def test_the_browser_would_load_nothing_from_elsewhere(browser):
     # The console complains of each; the fixture would fail.
     blocked = browser.script("""
         const blocked = [];
-        document.addEventListener("securitypolicyviolation", (e) => blocked.push(e.effectiveDirective));
+        document.addEventListener("securitypolicyviolation",
+          (e) => blocked.push(e.effectiveDirective));
         const image = document.body.appendChild(new Image());
         image.src = "http://127.0.0.2/x.png";
         const script = document.createElement("script");
@@ -259,7 +262,7 @@ def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser):
     assert browser.text("state") == "needs an API key"
     assert browser.driver.switch_to.active_element == browser.find("key-value")
     browser.find("key-value").send_keys("open sesame\n")
-    browser.until(lambda: browser.text("state") == "ready")
+    browser.until(lambda: browser.text("state") == "ok")
     assert not browser.find("key").is_displayed()
     browser.ask("Hello?")
     assert browser.turns()[1].startswith("The sea is blue.")

@@ -120,7 +120,7 @@ def test_metrics_are_what_the_statistics_say(scraped):
     found = samples(scraped)
     assert found["kvstow_kv_cache_bytes", ("place", "prefixes")] == 39_200_000
     assert found["kvstow_kv_cache_bf16_bytes", ("place", "in_flight")] == 150_500_000
-    assert found["kvstow_state", ("state", "ready")] == 1
+    assert found["kvstow_state", ("state", "ok")] == 1
     assert found["kvstow_state", ("state", "loading")] == 0
     assert found["kvstow_requests_total", ("outcome", "answered")] == 12
     assert found["kvstow_requests_refused_total", ("reason", "queue_full")] == 2

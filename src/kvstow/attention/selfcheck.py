@@ -82,6 +82,11 @@ def check(task: Task) -> Outcome:
     return made
 
 
+def outcomes() -> list[Outcome]:
+    """Of the kernels that this process asked for. Waits for no check that runs."""
+    return list(_outcomes.copy().values())
+
+
 def remembered() -> list[tuple[Task, Outcome]]:
     """What was checked on this machine, as it is now, by any process."""
     found = []

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvstow.serve import delivery
+from kvstow.serve import delivery, observe
 from kvstow.serve.body import read_body, while_connected
 from kvstow.serve.options import Limits
 from kvstow.serve.refusal import Refusal, TooSlow
@@ -20,6 +20,8 @@ from kvstow.serve.requests import ChatRequest, TextRequest, read_chat, read_text
 from kvstow.serve.responses import ChatFormat, Format, TextFormat
 from kvstow.serve.security import Guard
 from kvstow.serve.service import Service
+from kvstow.serve.snapshot import read_stats
+from kvstow.serve.tally import Visit
 
 CLIENT_CLOSED = 499  # nobody sees it
 
@@ -50,10 +52,11 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/health", health),
+        *observe.routes(lambda: read_stats(service)),
     ]
     return Starlette(
         routes=routes,
-        middleware=[*_cors(limits), Middleware(Guard, limits=limits)],
+        middleware=[*_cors(limits), Middleware(Guard, limits=limits, refused=service.tally.refuse)],
         exception_handlers={
             Refusal: _refused,
             HTTPException: _not_routed,
@@ -69,22 +72,30 @@ async def _complete(
     read: Callable[[bytes], ChatRequest | TextRequest],
     form_of: Callable[[str], Format],
 ) -> Response:
-    limits = service.limits
-    deadline = asyncio.get_running_loop().time() + limits.request_timeout_s
+    deadline = asyncio.get_running_loop().time() + service.limits.request_timeout_s
+    with service.tally.arrive() as visit:
+        asked = read(await _body(service, request, deadline))
+        form = form_of(service.model.served_name)
+        answer = _answer(service, asked, form, deadline, visit)
+        return await while_connected(request, answer)
+
+
+async def _body(service: Service, request: Request, deadline: float) -> bytes:
     try:
         async with asyncio.timeout_at(deadline):
-            body = await read_body(request, limits.max_body_bytes)
+            return await read_body(request, service.limits.max_body_bytes)
     except TimeoutError as error:
         raise TooSlow from error
-    asked = read(body)
-    form = form_of(service.model.served_name)
-    return await while_connected(request, _answer(service, asked, form, deadline))
 
 
 async def _answer(
-    service: Service, asked: ChatRequest | TextRequest, form: Format, deadline: float
+    service: Service,
+    asked: ChatRequest | TextRequest,
+    form: Format,
+    deadline: float,
+    visit: Visit,
 ) -> Response:
-    exchange = await service.open(asked, deadline)
+    exchange = await service.open(asked, deadline, visit)
     if asked.stream:
         return delivery.EventStream(exchange, form, with_usage=asked.wants_usage)
     return await delivery.whole(exchange, form)

@@ -27,11 +27,12 @@ async def whole(exchange: Exchange, form: Format) -> JSONResponse:
     try:
         async for item in exchange.job.responses():
             if isinstance(item, Token):
-                parts += answer.feed(item)
+                parts += exchange.feed(item)
             if answer.finish_reason is not None:
                 break
     finally:
         exchange.job.give_up()
+    exchange.visit.end("answered")
     body = form.whole(parts, answer.finish_reason or "stop", exchange.usage)
     return JSONResponse(body, headers=_headers(exchange))
 
@@ -52,6 +53,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._exchange.job.give_up()
+            self._exchange.visit.end("disconnected")  # if it did not end before
 
 
 async def _events(exchange: Exchange, form: Format, *, with_usage: bool) -> AsyncIterator[str]:
@@ -64,13 +66,15 @@ async def _events(exchange: Exchange, form: Format, *, with_usage: bool) -> Asyn
             if not isinstance(item, Token):
                 yield _comment(item)
                 continue
-            if part := answer.feed(item):
+            if part := exchange.feed(item):
                 yield _event(form.chunk(part) | no_usage)
             if answer.finish_reason is not None:
                 break
     except Refusal as refusal:  # too late for a status
+        exchange.visit.end_by(refusal)
         yield _event(refusal.as_dict())
         return
+    exchange.visit.end("answered")
     yield _event(form.last(answer.finish_reason or "stop") | no_usage)
     if with_usage:
         yield _event(form.usage(exchange.usage))

@@ -8,6 +8,7 @@ an `Outbox`, which knows whether anybody still waits. What mlx-lm does not do is
 * A prompt outside the batch is given up between two of its chunks.
 * When nothing is computed for a request any more, and its memory is free, its outbox is told.
 * If the thread dies, all that wait are told, at once.
+* What the thread does and holds is seen by a `Watch`.
 """
 
 import logging
@@ -27,7 +28,10 @@ from mlx_lm.server import (
     TimeBudget,
 )
 
+from kvstow.integrations.mlx_lm.prompt_cache import TieredPromptCache
 from kvstow.serve.provider import Provider
+from kvstow.serve.tally import Tally
+from kvstow.serve.watch import Watch
 
 log = logging.getLogger("kvstow.serve")
 Lane = Literal["batch", "single"]
@@ -114,16 +118,20 @@ class Engine(ResponseGenerator):
 
     Args:
         provider: Of the model.
-        prompt_cache: For prefixes of prompts, as mlx-lm's `LRUPromptCache`.
+        prompt_cache: For prefixes of prompts, empty.
 
     Attributes:
+        tally: Of what it does.
+        watch: Of what it holds.
         failure: The error that it died of.
         is_ready: Whether the model is loaded.
     """
 
     model_provider: Provider
 
-    def __init__(self, provider: Provider, prompt_cache: Any) -> None:
+    def __init__(self, provider: Provider, prompt_cache: TieredPromptCache) -> None:
+        self.tally = Tally()
+        self.watch = Watch(self.tally, prompt_cache)
         self.failure: Exception | None = None
         self.is_ready = False
         self._may_start = threading.Event()
@@ -203,16 +211,20 @@ class Engine(ResponseGenerator):
             leaving = [outbox for outbox in self._outboxes if outbox.leaves]
         for outbox in leaving:
             self._close(outbox)
+        self.watch.look()
         while (found := super()._next_request(timeout)) is not None:
             if not found[0].given_up:
                 return found
             self._close(found[0])
         return None
 
+    def _generate(self) -> None:
+        self.watch.watched(ResponseGenerator._generate)(self)
+
     def _serve_single(self, request: Any, stream: Any) -> None:
         outbox, asked, args = request
         with self.model_provider.answering(asked.n_prompt + args.max_tokens):
-            super()._serve_single(request, stream)
+            self.watch.watched(ResponseGenerator._serve_single)(self, request, stream)
         self._close(outbox)
 
     def _close(self, outbox: Outbox) -> None:

@@ -1,15 +1,17 @@
 """Who may ask: an API key, and the names that the server may be called by."""
 
 import hmac
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvstow.serve import page
 from kvstow.serve.options import Limits
 from kvstow.serve.refusal import Refusal
 
-OPEN = frozenset({"/health"})
+OPEN = page.paths() | {"/health"}
 
 
 class Guard:
@@ -21,10 +23,12 @@ class Guard:
     Args:
         app: What is guarded.
         limits: Key and names.
+        refused: Called with the reason when one is not let through.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, refused: Callable[[str], None]) -> None:
         self._app = app
+        self._refused = refused
         self._key = None if limits.api_key is None else limits.api_key.encode()
         self._hosts = frozenset(limits.allowed_hosts)
 
@@ -34,6 +38,7 @@ class Guard:
         if refusal is None:
             await self._app(scope, receive, send)
             return
+        self._refused(refusal.code)
         response = JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
         await response(scope, receive, send)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from kvstow.serve.answer import Answer, Wanted
+from kvstow.serve.answer import Answer, Part, Wanted
 from kvstow.serve.arguments import engine_request, generation_arguments
 from kvstow.serve.engine import Engine, Tokenised
 from kvstow.serve.gateway import Gateway
@@ -17,6 +17,8 @@ from kvstow.serve.options import Defaults, Limits, ModelOptions
 from kvstow.serve.refusal import BadRequest, GenerationFailed, Refusal, Stopping, TooSlow
 from kvstow.serve.requests import ChatRequest, TextRequest
 from kvstow.serve.responses import Usage
+from kvstow.serve.stats import State
+from kvstow.serve.tally import Tally, Visit
 
 LOADING_S = 5  # after which it is worth asking again
 
@@ -29,17 +31,24 @@ class Exchange:
         job: In the engine.
         context: mlx-lm's, of the request.
         answer: As it comes.
+        visit: Where its end is counted.
     """
 
     job: Job
     context: Any
     answer: Answer
+    visit: Visit
 
     @property
     def usage(self) -> Usage:
         """Tokens up to now."""
         cached = max(self.context.prompt_cache_count, 0)
         return Usage(len(self.context.prompt), self.answer.n_tokens, cached)
+
+    def feed(self, token: Any) -> Part:
+        """Take a token; returns what is certain by now."""
+        self.visit.token()
+        return self.answer.feed(token)
 
 
 class Service:
@@ -72,7 +81,12 @@ class Service:
         self._tokenising = threading.Lock()  # a tokenizer serves one thread at a time
 
     @property
-    def state(self) -> str:
+    def tally(self) -> Tally:
+        """Where requests and their tokens are counted."""
+        return self.engine.tally
+
+    @property
+    def state(self) -> State:
         """``loading``, ``ok``, or ``unavailable`` once the engine has died."""
         if not self.engine.generation_available():
             return "unavailable"
@@ -92,12 +106,15 @@ class Service:
             message = f"the model {model[:100]!r} is not served here, {self.model.served_name!r} is"
             raise Refusal(404, message, code="model_not_found", param="model")
 
-    async def open(self, request: ChatRequest | TextRequest, deadline: float) -> Exchange:
+    async def open(
+        self, request: ChatRequest | TextRequest, deadline: float, visit: Visit
+    ) -> Exchange:
         """Let a request in, and wait for its turn.
 
         Args:
             request: Checked by itself.
             deadline: When its answer has to be whole, in the event loop's time.
+            visit: Of the request.
 
         Raises:
             Refusal: If it is not let in, or the engine fails.
@@ -118,7 +135,7 @@ class Service:
         except BaseException:
             job.give_up()
             raise
-        return Exchange(job, context, self._answer(request, asked, context))
+        return Exchange(job, context, self._answer(request, asked, context), visit)
 
     def interrupt(self) -> None:
         """End all requests, those that wait too. In the event loop."""

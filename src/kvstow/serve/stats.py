@@ -11,9 +11,9 @@ from typing import Any, Literal
 from kvstow.integrations.report import AttachReport
 
 DOCUMENT_VERSION = 1
-State = Literal["loading", "ready", "draining", "failed"]
+State = Literal["loading", "ok", "unavailable"]
 Outcome = Literal["answered", "disconnected", "timed_out", "failed"]
-STATES: tuple[State, ...] = ("loading", "ready", "draining", "failed")
+STATES: tuple[State, ...] = ("loading", "ok", "unavailable")
 OUTCOMES: tuple[Outcome, ...] = ("answered", "disconnected", "timed_out", "failed")
 
 

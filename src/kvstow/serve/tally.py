@@ -6,13 +6,17 @@ over the time that it took, so a prompt that was read in one long step is no bur
 
 import threading
 import time
+from asyncio import CancelledError
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
+from starlette.requests import ClientDisconnect
+
+from kvstow.serve.refusal import GenerationFailed, Refusal, TooSlow
 from kvstow.serve.stats import OUTCOMES, Latency, Outcome, Requests, Throughput
 
 WINDOW_S = 5.0
@@ -147,6 +151,24 @@ class Visit:
         if not self._has_ended:
             self._has_ended = True
             self._tally.refuse(reason)
+
+    def __enter__(self) -> "Visit":
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None:
+            self.end_by(error)
+
+    def end_by(self, error: BaseException) -> None:
+        """It is over by an error: whose fault it was decides."""
+        if isinstance(error, TooSlow):
+            self.end("timed_out")
+        elif isinstance(error, Refusal) and not isinstance(error, GenerationFailed):
+            self.refuse(error.code)
+        elif isinstance(error, ClientDisconnect | CancelledError):
+            self.end("disconnected")
+        else:
+            self.end("failed")
 
     def end(self, outcome: Outcome) -> None:
         """It is over; how it first ended is how it ended."""

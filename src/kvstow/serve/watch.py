@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, TypeVar
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, stream_generate
-from mlx_lm.models.cache import LRUPromptCache, PromptTrie
+from mlx_lm.models.cache import PromptTrie
 
+from kvstow.integrations.mlx_lm.prompt_cache import TieredPromptCache
 from kvstow.integrations.mlx_lm.usage import allocated, nonfinite_groups
 from kvstow.serve.stats import Held, Memory, Work
 from kvstow.serve.tally import Tally
@@ -35,7 +36,7 @@ class Seen:
     evictions: int = 0
 
 
-class Ledger(PromptTrie):  # type: ignore[misc]  # mlx-lm has no types
+class Ledger(PromptTrie):
     """mlx-lm's tree of prompts, which knows what the caches in it take.
 
     Attributes:
@@ -88,12 +89,17 @@ class Watch:
     Args:
         tally: Where steps are counted.
         prompt_cache: Still empty.
+
+    Attributes:
+        seen: What was seen last.
+        prefixes: What the prompt cache counts itself.
     """
 
-    def __init__(self, tally: Tally, prompt_cache: LRUPromptCache) -> None:
+    def __init__(self, tally: Tally, prompt_cache: TieredPromptCache) -> None:
+        self.prefixes = prompt_cache.stats
         self._tally = tally
         self._ledger = prompt_cache._trie = Ledger()
-        self._batch: ReferenceType[BatchGenerator] | None = None
+        self._batch: Callable[[], BatchGenerator | None] = lambda: None
         self._alone: tuple[list[Any], int] | None = None
         self._next_look = 0.0
         self.seen = Seen()
@@ -131,7 +137,7 @@ class Watch:
 
     def _in_flight(self) -> tuple[Held, Work]:
         held, work = Held(), Work()
-        if (batch := self._batch and self._batch()) is not None:
+        if (batch := self._batch()) is not None:
             held, work = held_by_batch(batch)
         if self._alone is not None:
             held += held_by(*self._alone)
@@ -143,9 +149,16 @@ class Watch:
         self._batch = ref(batch)
         return batch
 
-    def step(self, before: "_Counted", after: "_Counted") -> None:
-        """A batch has made a step."""
-        if n := after.prompt_tokens - before.prompt_tokens:
+    def step(self, before: "_Counted", after: "_Counted", n_last: int) -> None:
+        """A batch has made a step.
+
+        Args:
+            before: What it had counted before.
+            after: And after.
+            n_last: How many prompts ended. Their last token, with which decoding begins, is one
+                that mlx-lm does not count.
+        """
+        if n := after.prompt_tokens - before.prompt_tokens + n_last:
             self._tally.step("prompt", after.prompt_s - before.prompt_s, n)
         if n := after.decode_tokens - before.decode_tokens:
             self._tally.step("decode", after.decode_s - before.decode_s, n)
@@ -194,16 +207,17 @@ class _Counted:
     decode_s: float
 
 
-class _WatchedBatches(BatchGenerator):  # type: ignore[misc]
+class _WatchedBatches(BatchGenerator):
     def __init__(self, watch: Watch, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._watch = watch
 
     def next(self) -> Any:
         before = self._counted()
-        found = super().next()
-        self._watch.step(before, self._counted())
-        return found
+        prompts, answers = super().next()
+        n_last = sum(prompt.end_of_prompt for prompt in prompts)
+        self._watch.step(before, self._counted(), n_last)
+        return prompts, answers
 
     def _counted(self) -> _Counted:
         c = self._counters

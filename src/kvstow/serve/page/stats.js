@@ -42,10 +42,10 @@ export async function poll() {
   } catch (error) {
     $("stats").classList.add("stale");
     if (error instanceof Refused) {
-      state("failed", error.status === 401 ? "needs an API key" : error.message);
+      state("refused", error.status === 401 ? "needs an API key" : error.message);
       onRefused(error);
     } else {
-      state("unreachable", "the server does not answer");
+      state("unavailable", "the server does not answer");
     }
   }
   clearTimeout(timer); // of a poll that ran at the same time
