@@ -69,7 +69,7 @@ def serve(
     drafting.check_options(options["draft_model"], options["num_draft_tokens"], 1)
     _check_key(host, options)
     options["kept"].check_options(resume=None, draft=options["draft_model"], n_processes=1)
-    for package in ("pydantic", "starlette", "uvicorn"):
+    for package in ("prometheus_client", "pydantic", "starlette", "uvicorn"):
         require(package, extra="serve")
     config = read_config(model)
     how = (stored, fetch, options["dtype"] or default_dtype(config.source))
