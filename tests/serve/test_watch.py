@@ -1,7 +1,9 @@
 """What is held is what `kvstow.usage` says of the same caches, at the same moment."""
 
+import gc
 import random
 import threading
+import weakref
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -74,6 +76,14 @@ def held(server):
     return server.engine.watch.seen.memory
 
 
+def look_again(server):
+    """What is held after now."""
+    watch = server.engine.watch
+    now = watch._tally.clock()
+    until(lambda: watch.seen.at > now)
+    return held(server)
+
+
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k4v3+start100", "affine:8", "off"])
 @pytest.mark.parametrize("ask", [{}, ALONE], ids=["batch", "alone"])
 def test_what_is_in_flight_is_what_usage_says_at_every_step(tiny, scheme, ask):
@@ -126,16 +136,29 @@ def test_a_kept_prompt_counts_once_and_memory_returns_to_nothing(tiny, ask):
             it.post("/v1/completions", prompt="y" * n, max_tokens=5, **ask)
         until(it.is_idle)
         kept = it.engine.prompt_cache
-        until(lambda: held(it).prefixes.sequences == len(kept) and not held(it).in_flight.tokens)
+        memory = look_again(it)
+        assert memory.prefixes.sequences == len(kept)
         entries = [kept._trie.get(*key) for lru in kept._lru._lrus.values() for key in lru]
-        assert bytes_of(held(it).prefixes) == usage_of(*(e.prompt_cache for e in entries))
-        assert held(it).prefixes.kv_bytes == kept.nbytes > 0
-        assert held(it).in_flight == Held()
+        assert bytes_of(memory.prefixes) == usage_of(*(e.prompt_cache for e in entries))
+        assert memory.prefixes.kv_bytes == kept.nbytes > 0
+        assert memory.in_flight == Held()
         before = it.engine.watch.seen.evictions
         n = len(kept)
         kept.trim_to(n_sequences=0)
-        until(lambda: held(it).prefixes == Held())
+        assert look_again(it).prefixes == Held()
         assert it.engine.watch.seen.evictions - before == n
+
+
+def test_caches_end_with_the_engine_that_made_them(tiny):
+    """mlx aborts the program if the last arrays of a thread's stream outlive it."""
+    with serving(tiny) as it:
+        it.post("/v1/completions", prompt="abc")
+        kept = it.engine.prompt_cache
+        entry = weakref.ref(kept._trie.get(*kept._lru._lrus["assistant"][0]))
+        del kept
+    gc.collect()
+    assert it.engine.watch.seen.at is not None
+    assert entry() is None
 
 
 def test_the_ledger_is_the_sum_of_the_entries_whatever_happens():

@@ -36,8 +36,9 @@ class Seen:
     evictions: int = 0
 
 
-class Ledger(PromptTrie):
-    """mlx-lm's tree of prompts, which knows what the caches in it take.
+@dataclass(slots=True)
+class Ledger:
+    """What the entries of a prompt cache take. It holds no array: those end with the engine.
 
     Attributes:
         held: By all entries.
@@ -45,42 +46,51 @@ class Ledger(PromptTrie):
         evictions: Entries that left for want of room; not those that a longer one replaced.
     """
 
-    def __init__(self) -> None:
+    held: Held = field(default_factory=Held)
+    nonfinite_groups: int = 0
+    evictions: int = 0
+    _takes: dict[int, tuple[Held, int]] = field(default_factory=dict)  # by the id of an entry
+
+    def add(self, entry: Any, n_tokens: int) -> None:
+        """An entry has come, which stays as it is until it leaves."""
+        cache = entry.prompt_cache
+        held, nonfinite = self._takes[id(entry)] = held_by(cache, n_tokens), nonfinite_groups(cache)
+        self.held += held
+        self.nonfinite_groups += nonfinite
+
+    def remove(self, entry: Any) -> None:
+        """An entry has left."""
+        held, nonfinite = self._takes.pop(id(entry))
+        self.held -= held
+        self.nonfinite_groups -= nonfinite
+
+
+class _WatchedPrompts(PromptTrie):
+    """mlx-lm's tree of prompts, with a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.held = Held()
-        self.nonfinite_groups = 0
-        self.evictions = 0
-        self._takes: dict[int, tuple[Held, int]] = {}  # by the entry's id, which it lives to keep
+        self._ledger = ledger
 
     def add(self, model: Any, tokens: list[int], value: Any) -> Any:
-        """See mlx-lm."""
         before = super().add(model, tokens, value)
         if before is not None:
-            self._forget(before)
-        took = held_by(value.prompt_cache, len(tokens)), nonfinite_groups(value.prompt_cache)
-        self._takes[id(value)] = took
-        self.held += took[0]
-        self.nonfinite_groups += took[1]
+            self._ledger.remove(before)
+        self._ledger.add(value, len(tokens))
         return before
 
     def pop(self, model: Any, tokens: list[int]) -> Any:
-        """See mlx-lm, which takes away in this way what has to leave."""
+        """mlx-lm takes away in this way what has to leave."""
         value = super().pop(model, tokens)
-        self._forget(value)
-        self.evictions += 1
+        self._ledger.remove(value)
+        self._ledger.evictions += 1
         return value
 
     def pop_prefixes(self, model: Any, tokens: list[int]) -> Any:
-        """See mlx-lm."""
         found = super().pop_prefixes(model, tokens)
         for _, value in found:
-            self._forget(value)
+            self._ledger.remove(value)
         return found
-
-    def _forget(self, value: Any) -> None:
-        held, nonfinite = self._takes.pop(id(value))
-        self.held -= held
-        self.nonfinite_groups -= nonfinite
 
 
 class Watch:
@@ -98,7 +108,8 @@ class Watch:
     def __init__(self, tally: Tally, prompt_cache: TieredPromptCache) -> None:
         self.prefixes = prompt_cache.stats
         self._tally = tally
-        self._ledger = prompt_cache._trie = Ledger()
+        self._ledger = Ledger()
+        prompt_cache._trie = _WatchedPrompts(self._ledger)
         self._batch: Callable[[], BatchGenerator | None] = lambda: None
         self._alone: tuple[list[Any], int] | None = None
         self._next_look = 0.0
