@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.mlx]
 server = pytest.importorskip("tests.serve.conftest")
-tiny = server.tiny  # the fixture
+tiny, load_tiny = server.tiny, server.load_tiny  # fixtures
 BatchGenerator = pytest.importorskip("mlx_lm.generate").BatchGenerator
 
 

@@ -60,6 +60,18 @@ class Running:
     def is_idle(self):
         return self.gateway.n_running == 0 and self.gateway.reserved_bytes == 0
 
+    def settled(self):
+        """What is held once the engine is through with what it was doing.
+
+        The second look from now on comes after all that followed a step.
+        """
+        until(self.is_idle)
+        watch = self.engine.watch
+        for _ in range(2):
+            before = watch.seen
+            until(lambda seen=before: watch.seen is not seen)
+        return watch.seen.memory
+
 
 @contextlib.contextmanager
 def running(setup, *, wait=True, drain_timeout_s=5):

@@ -110,6 +110,7 @@ def test_a_packed_cache_of_a_served_request_is_smaller(serve, tiny):
     for scheme in ("off", "turbo:k8v3"):
         with serve(tiny, scheme, context=4000) as it:
             ask(it, 500, 4)
+            it.settled()
             kept[scheme] = it.engine.prompt_cache.nbytes
     assert kept["off"] > 4 * kept["turbo:k8v3"] > 0  # float32: 32 bits to 6.25
 

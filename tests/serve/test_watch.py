@@ -76,14 +76,6 @@ def held(server):
     return server.engine.watch.seen.memory
 
 
-def look_again(server):
-    """What is held after now."""
-    watch = server.engine.watch
-    now = watch._tally.clock()
-    until(lambda: watch.seen.at > now)
-    return held(server)
-
-
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k4v3+start100", "affine:8", "off"])
 @pytest.mark.parametrize("ask", [{}, ALONE], ids=["batch", "alone"])
 def test_what_is_in_flight_is_what_usage_says_at_every_step(tiny, scheme, ask):
@@ -134,9 +126,8 @@ def test_a_kept_prompt_counts_once_and_memory_returns_to_nothing(tiny, ask):
     with serving(tiny, context=256) as it:
         for n in (3, 30, 30):
             it.post("/v1/completions", prompt="y" * n, max_tokens=5, **ask)
-        until(it.is_idle)
         kept = it.engine.prompt_cache
-        memory = look_again(it)
+        memory = it.settled()
         assert memory.prefixes.sequences == len(kept)
         entries = [kept._trie.get(*key) for lru in kept._lru._lrus.values() for key in lru]
         assert bytes_of(memory.prefixes) == usage_of(*(e.prompt_cache for e in entries))
@@ -145,7 +136,7 @@ def test_a_kept_prompt_counts_once_and_memory_returns_to_nothing(tiny, ask):
         before = it.engine.watch.seen.evictions
         n = len(kept)
         kept.trim_to(n_sequences=0)
-        assert look_again(it).prefixes == Held()
+        assert it.settled().prefixes == Held()
         assert it.engine.watch.seen.evictions - before == n
 
 

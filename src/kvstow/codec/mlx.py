@@ -140,12 +140,12 @@ def narrow(x: Float32[mx.array, "*b"], dtype: mx.Dtype) -> Float[mx.array, "*b"]
     return x.astype(dtype)
 
 
-def count_nonfinite(packed: PackedKeys | PackedValues) -> int:
-    """See `reference.count_nonfinite`."""
+def count_nonfinite(packed: PackedKeys | PackedValues) -> mx.array:
+    """See `reference.count_nonfinite`; nothing is computed before the number is read."""
     lost = ~mx.isfinite(packed.scales)
     if isinstance(packed, PackedKeys):
         lost = lost | ~mx.isfinite(packed.zeros)
-    return int(lost.sum())
+    return lost.sum()
 
 
 def on_gpu() -> bool:

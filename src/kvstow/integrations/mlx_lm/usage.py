@@ -33,8 +33,9 @@ def allocated(cache: list[Any]) -> tuple[int, int]:
 
 
 def nonfinite_groups(cache: list[Any]) -> int:
-    """As in `usage`; reads the scales of all tokens."""
-    return sum(map(_nonfinite_groups, _members(cache)))
+    """As in `usage`; reads the scales of all tokens, and waits for them once."""
+    rows = (row for c in _members(cache) if isinstance(c, Eager) for row in c.stored_rows())
+    return int(sum((codec.count_nonfinite(part) for row in rows for part in row), mx.array(0)))
 
 
 def _members(cache: list[Any]) -> list[Any]:
@@ -76,10 +77,3 @@ def _bytes_bf16(cache: Any) -> int:
     else:
         elements = sum(int(a.size) for a in _arrays(cache))
     return 2 * elements
-
-
-def _nonfinite_groups(cache: Any) -> int:
-    if not isinstance(cache, Eager):
-        return 0
-    planes = (part for row in cache.stored_rows() for part in row)
-    return sum(map(codec.count_nonfinite, planes))
