@@ -231,6 +231,6 @@ def _announce(service: "Service", setup: "Setup", address: tuple[str, int]) -> N
         )
     say(str(provider.report))
     say(
-        f"{setup.model.served_name} at http://{shown}:{port}/v1, "
+        f"{setup.model.served_name} at http://{shown}:{port}/v1, a page at http://{shown}:{port}/, "
         f"KV budget {size_text(setup.kv_budget_bytes)}"
     )

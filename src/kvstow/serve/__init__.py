@@ -9,5 +9,8 @@ A request goes through these in turn, and nothing is computed before the third h
 * `answer`: from tokens to text, reasoning, tool calls and log-probabilities
 * `responses`: OpenAI's JSON of those
 
+What happens is counted in `tally`, and seen in the engine's thread by `watch`; `snapshot` puts both
+together as one value of `stats`, which `observe` shows as JSON, as `metrics` and on a `page`.
+
 `provider` loads the model, `budget` says how much memory there is, `server` runs all of it.
 """
