@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,3 +169,33 @@ def test_a_scheme_that_cannot_be_batched_is_warned_of(tiny, program):
     for thread in threads:
         thread.join()
     assert lanes == [(200, "single")] * 3
+
+
+def test_a_draft_model_decodes_one_request_at_a_time_and_that_is_said(tiny, program):
+    process = program("--model", tiny.llama, "--draft-model", tiny.other)
+    assert any("a draft model cannot be batched" in line for line in process.lines)
+    ask = {"prompt": "abc", "max_tokens": 5, "num_draft_tokens": 2}
+    answer = httpx.post(f"{process.url}/v1/completions", json=ask, timeout=60)
+    assert (answer.status_code, answer.headers["x-kvstow-lane"]) == (200, "single")
+
+
+def test_a_draft_model_that_cannot_be_used_is_warned_of_and_left_out(tiny, cli, monkeypatch):
+    speculative = pytest.importorskip("kvstow.integrations.mlx_lm.speculative")
+    monkeypatch.setattr(speculative, "why_untrimmable", lambda _: "its X cannot forget tokens")
+    setups = []
+    server = pytest.importorskip("kvstow.serve.server")
+
+    def only_look(setup, **_):
+        setups.append(setup)
+        return SimpleNamespace(run=lambda _: True)
+
+    monkeypatch.setattr(server, "Server", only_look)
+    result = cli("serve", "--model", tiny.llama, "--draft-model", tiny.other, "--port", 0)
+    assert "warning: --draft-model is not used, and requests are decoded" in result.stderr
+    assert "its X cannot forget tokens" in result.stderr
+    assert (setups[0].model.draft_model, len(setups[0].caches)) == (None, 1)
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tiny, refused):
+    said = refused("serve", "--model", tiny.llama, "--draft-model", tiny.gemma3, code=1)
+    assert "the draft model has another tokenizer" in said
