@@ -74,7 +74,8 @@ async def _complete(
 ) -> Response:
     deadline = asyncio.get_running_loop().time() + service.limits.request_timeout_s
     with service.tally.arrive() as visit:
-        asked = read(await _body(service, request, deadline))
+        body = await _body(service, request, deadline)
+        asked = await asyncio.to_thread(read, body)  # megabytes of JSON take seconds
         form = form_of(service.model.served_name)
         answer = _answer(service, asked, form, deadline, visit)
         return await while_connected(request, answer)

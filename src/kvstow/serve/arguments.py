@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.server import (
     GenerationArguments,
     LogitsProcessorArguments,
@@ -16,6 +17,7 @@ from kvstow.serve.requests import ChatRequest, TextRequest
 
 # mlx-lm's engine compares this to tell models apart, and here there is one.
 THE_MODEL = ModelDescription("default_model", "default_model", "default_model")
+LEAST = 1e-6  # of temperature and top_p: the likeliest token alone; less is none in float32
 CONTEXT_SIZE = 20  # tokens that penalties look back at, as in mlx-lm's own server
 # What the engine itself tells a chat template, or what would replace the template.
 TAKEN = frozenset(
@@ -51,8 +53,8 @@ def generation_arguments(
     return GenerationArguments(
         model=THE_MODEL,
         sampling=SamplingArguments(
-            temperature=temp,
-            top_p=_or(request.top_p, defaults.top_p),
+            temperature=_input(max(temp, LEAST) if temp > 0 else 0.0),
+            top_p=_input(max(_or(request.top_p, defaults.top_p), LEAST)),
             top_k=top_k if top_k < n_vocabulary else 0,  # that is, all
             min_p=_or(request.min_p, defaults.min_p),
             xtc_probability=_or(request.xtc_probability, 0.0),
@@ -91,6 +93,11 @@ def engine_request(request: ChatRequest | TextRequest) -> Tokenised:
     return Tokenised("text", "", [], None, None, tokens)
 
 
+def _input(value: float) -> Any:
+    """A number that mlx does not compile into a sampler: every other would be another sampler."""
+    return mx.array(value)
+
+
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
@@ -98,8 +105,9 @@ def _or(value: Any, default: Any) -> Any:
 def _logit_bias(request: ChatRequest | TextRequest, n_vocabulary: int) -> dict[int, float] | None:
     found = {}
     for name, bias in (request.logit_bias or {}).items():
-        if not name.isdecimal() or not 0 <= int(name) < n_vocabulary:
-            message = f"a token of logit_bias must be 0 to {n_vocabulary - 1}, got {name!r}"
+        is_short = len(name) <= len(str(n_vocabulary))  # Python reads no number of many digits
+        if not (is_short and name.isdecimal() and int(name) < n_vocabulary):
+            message = f"a token of logit_bias must be 0 to {n_vocabulary - 1}, got {name[:20]!r}"
             raise BadRequest("logit_bias", message)
         found[int(name)] = bias
     return found or None

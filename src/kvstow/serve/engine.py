@@ -25,18 +25,17 @@ from mlx_lm.server import (
     GenerationArguments,
     GenerationContext,
     ResponseGenerator,
-    TimeBudget,
 )
 
 from kvstow.integrations.mlx_lm.prompt_cache import TieredPromptCache
 from kvstow.serve.provider import Provider
+from kvstow.serve.rounds import Rounds
 from kvstow.serve.tally import Tally
 from kvstow.serve.watch import Watch
 
 log = logging.getLogger("kvstow.serve")
 Lane = Literal["batch", "single"]
 GONE_S = 0.5
-ROUND_S = 0.1  # of decoding before the next look at who comes and who has gone; mlx-lm's is 0.5
 
 
 class EngineDead(RuntimeError):
@@ -141,7 +140,7 @@ class Engine(ResponseGenerator):
         self._lock = threading.Lock()
         provider.on_loaded = self._loaded
         super().__init__(provider, prompt_cache)
-        self._time_budget = TimeBudget(budget=ROUND_S)
+        self._time_budget: Any = Rounds()
 
     def start(self, *, on_ready: Callable[[], None], on_death: Callable[[], None]) -> None:
         """Let the thread load the model, and then generate.

@@ -28,7 +28,7 @@ class Called(_Strict):
         """
         try:
             found = json.loads(text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise ValueError("must be the text of a JSON object")  # noqa: TRY004

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -105,6 +106,11 @@ class Provider(ModelProvider):
         if self.draft_model is None:
             return None
         return CachePair(make_prompt_cache(self.model), make_prompt_cache(self.draft_model))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of a text that one token stands for, as vocabularies write them."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def vocabulary_size(self) -> int:

@@ -7,7 +7,7 @@ it are taken and left alone; an unknown one is refused, since nobody knows what 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from kvstow.serve.messages import Message, Tool
@@ -39,8 +39,10 @@ NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 KEPT = frozenset({"tool_choice"})  # of those, what a model below reads
 MAX_STOPS = 16
 MAX_SEED = 2**64 - 1
+MAX_BIASES = 10_000
+MAX_SHOWN = 80  # characters of what was got
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Window = Annotated[int, Field(ge=1, le=100_000)]
@@ -75,7 +77,10 @@ class Request(BaseModel):
     min_p: Share | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: Annotated[list[Stop] | None, BeforeValidator(_listed), Field(max_length=MAX_STOPS)] = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -92,6 +97,11 @@ class Request(BaseModel):
         return "max_tokens", self.max_tokens
 
     @property
+    def n_characters(self) -> int:
+        """Of all text in the prompt."""
+        raise NotImplementedError
+
+    @property
     def n_top_logprobs(self) -> int | None:
         """How many alternatives each token comes with; None: without log-probabilities."""
         raise NotImplementedError
@@ -105,7 +115,7 @@ class Request(BaseModel):
 class ChatRequest(Request):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -122,6 +132,11 @@ class ChatRequest(Request):
         return super().new_tokens
 
     @property
+    def n_characters(self) -> int:
+        """See `Request.n_characters`."""
+        return sum(len(message.content or "") for message in self.messages)
+
+    @property
     def n_top_logprobs(self) -> int | None:
         """See `Request.n_top_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -132,6 +147,11 @@ class TextRequest(Request):
 
     prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def n_characters(self) -> int:
+        """See `Request.n_characters`."""
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
 
     @property
     def n_top_logprobs(self) -> int | None:
@@ -206,6 +226,9 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 def _checked(kind: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest:
     given = {name: value for name, value in fields.items() if value is not None}
+    unknown = next((name for name in given if name not in kind.model_fields), None)
+    if unknown is not None:  # pydantic would list them all
+        raise _unknown(unknown)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -217,13 +240,18 @@ def _refusal(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False)[0]
     param = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return BadRequest(param, f"there is no parameter {param!r}", code="unknown_parameter")
+        return _unknown(param)
     if first["type"] == "missing":
         return BadRequest(param, f"{param} is missing", code="missing_required_parameter")
     said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return BadRequest(param, f"{param} {said}, got {_shown(first['input'])}")
 
 
+def _unknown(param: str) -> BadRequest:
+    message = f"there is no parameter {_shown(param)}"
+    return BadRequest(param[:MAX_SHOWN], message, code="unknown_parameter")
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

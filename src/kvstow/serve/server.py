@@ -15,6 +15,7 @@ from kvstow.errors import KvstowError
 from kvstow.integrations.mlx_lm.disk_prefixes import DiskPrefixes, ModelPrefixes
 from kvstow.serve.app import make_app
 from kvstow.serve.budget import Stored
+from kvstow.serve.connection import Connection
 from kvstow.serve.engine import Engine
 from kvstow.serve.gateway import Gateway
 from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions, PrefixFiles
@@ -133,7 +134,7 @@ class Server:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="h11",
+            http=Connection,
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=round(drain_timeout_s) + LAST_WORDS_S,

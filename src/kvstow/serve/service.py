@@ -118,16 +118,21 @@ class Service:
 
         Raises:
             Refusal: If it is not let in, or the engine fails.
+            TooSlow: If that takes too long.
         """
         self.check_model(request.model)
         self._check_ready()
         self._check_able(request)
-        asked = engine_request(request)
+        self._check_characters(request)
         # The length of the answer is known once the prompt's is.
         args = generation_arguments(
             request, 1, self._defaults, self.model, self.engine.model_provider.vocabulary_size
         )
-        await asyncio.to_thread(self._tokenise, asked, args)
+        try:
+            async with asyncio.timeout_at(deadline):
+                asked = await asyncio.to_thread(self._tokenised, request, args)
+        except TimeoutError as error:
+            raise TooSlow from error
         args.max_tokens = self._room_for_answer(request, asked.n_prompt)
         job = await self._start(asked, args, deadline)
         try:
@@ -165,7 +170,16 @@ class Service:
             message = "this model's chat template has no tool calls that mlx-lm can read"
             raise BadRequest("tools", message, code="no_tool_calling")
 
-    def _tokenise(self, asked: Tokenised, args: GenerationArguments) -> None:
+    def _check_characters(self, request: ChatRequest | TextRequest) -> None:
+        """Refuse what is too long whatever its tokens are: to find them takes long, too."""
+        least = request.n_characters // self.engine.model_provider.longest_token
+        if (limit := self.model.context_tokens) is not None and least >= limit:
+            raise self._too_long(request, f"at least {least}", 1)
+
+    def _tokenised(
+        self, request: ChatRequest | TextRequest, args: GenerationArguments
+    ) -> Tokenised:
+        asked = engine_request(request)
         if asked.tokens is None:
             try:
                 with self._tokenising:
@@ -179,6 +193,7 @@ class Service:
             raise BadRequest("prompt", "the prompt is empty")
         if not all(0 <= token < n_vocabulary for token in asked.tokens[0]):
             raise BadRequest("prompt", f"tokens of a prompt must be 0 to {n_vocabulary - 1}")
+        return asked
 
     def _room_for_answer(self, request: ChatRequest | TextRequest, n_prompt: int) -> int:
         """Most tokens of the answer.
@@ -189,19 +204,23 @@ class Service:
         param, n_new = request.new_tokens
         limit = self.model.context_tokens
         if limit is not None and n_prompt + (n_new or 1) > limit:
-            raise Refusal(
-                400,
-                f"the model's context is {limit} tokens, got {n_prompt} of prompt and "
-                f"{n_new or 1} of answer",
-                code="context_length_exceeded",
-                param="messages" if isinstance(request, ChatRequest) else "prompt",
-            )
+            raise self._too_long(request, n_prompt, n_new or 1)
         if n_new is None:
             n_new = self._defaults.max_tokens
             if limit is not None:
                 n_new = min(n_new, limit - n_prompt)
         self.gateway.check(n_prompt, n_new, param)
         return n_new
+
+    def _too_long(
+        self, request: ChatRequest | TextRequest, n_prompt: int | str, n_new: int
+    ) -> BadRequest:
+        return BadRequest(
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+            f"the model's context is {self.model.context_tokens} tokens, got {n_prompt} of prompt "
+            f"and {n_new} of answer",
+            code="context_length_exceeded",
+        )
 
     async def _start(self, asked: Tokenised, args: GenerationArguments, deadline: float) -> Job:
         n_tokens = asked.n_prompt + args.max_tokens
