@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,8 @@ def test_the_program_does_not_wait_for_a_model_that_is_loading(tiny, cli, monkey
     ended = threading.Event()
 
     def slow(*_, **__):
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else it ends this process
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         ended.wait()
         raise ModelFileError("too late")
