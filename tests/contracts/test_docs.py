@@ -1,5 +1,6 @@
-"""Numbers in the pages are those of the code."""
+"""Numbers in the pages are those of the code, or of recorded rows."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,3 +31,16 @@ def test_the_packing_example_in_the_format_page_is_what_is_packed():
 
 def test_the_format_page_names_the_table_set_in_use():
     assert f"`{TABLE_SET}`" in FORMAT
+
+
+def test_the_restart_in_the_readme_is_the_recorded_one():
+    record = DOCS.parent / "benchmarks" / "results" / "restart.jsonl"
+    rows = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    (row,) = (x for x in rows if (x["scheme"], x["tokens"]) == ("turbo:k8v3", 4096))
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"4096 tokens in {row['load_s'] + row['identify_s']:.2f} s from disk, "
+        f"{row['identify_s']:.2f} s of them to identify the model, where it reads them in "
+        f"{row['prefill_s']:.0f} s"
+    ) in readme
+    assert row["commit"] in readme
