@@ -40,10 +40,10 @@ def _programs():
     driver = shutil.which("chromedriver")
     if chromium and driver:
         return chromium, driver
-    missing = " and ".join(
+    missing = ", no ".join(
         name for name, found in (("Chromium", chromium), ("chromedriver", driver)) if not found
     )
-    why = f"{missing} is not installed (on Debian: apt-get install chromium chromium-driver)"
+    why = f"no {missing} (on Debian: apt-get install chromium chromium-driver)"
     if os.environ.get("KVSTOW_REQUIRE_BROWSER") == "1":
         pytest.fail(why)
     pytest.skip(why)

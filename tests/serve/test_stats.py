@@ -8,6 +8,7 @@ from mlx_lm.generate import BatchGenerator
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvstow
+from kvstow.serve.options import PrefixFiles
 from tests.serve.conftest import Loaded, serving, until
 
 pytestmark = pytest.mark.mlx
@@ -52,6 +53,33 @@ def test_tokens_are_those_that_the_answers_say(tiny, ask):
         assert sum(c > 0 for c in cached) >= 2
         assert 0 < found["decode"]["busy_s"] < found["uptime_s"]
         assert found["decode"]["per_s"] > 0
+
+
+def test_tokens_of_a_speculative_answer_are_counted_too(tiny, load_tiny):
+    with serving(tiny, context=256, draft=load_tiny(seed=1)[0]) as it:
+        used = [
+            it.post("/v1/completions", prompt="a" * n, max_tokens=9).json()["usage"]
+            for n in (50, 60)
+        ]
+        found = stats(it)
+        n_cached = used[1]["prompt_tokens_details"]["cached_tokens"]
+        assert found["decode"]["tokens"] == sum(u["completion_tokens"] for u in used)
+        assert found["prompt"]["tokens"] == sum(u["prompt_tokens"] for u in used) - n_cached
+        assert found["prefixes"]["memory"]["tokens"] == n_cached > 40
+
+
+def test_a_prefix_from_disk_counts_as_one_from_disk(tiny, tmp_path):
+    files = PrefixFiles(tmp_path / "prefixes", 10**9)
+    for n_found in (0, 1):
+        with serving(tiny, context=4000, prefix_files=files) as it:
+            it.post("/v1/completions", prompt=[65] * 300, max_tokens=4)
+            found = stats(it)["prefixes"]
+            assert found["disk"] == {"requests": n_found, "tokens": 299 * n_found}
+            assert found["missed_requests"] == 1 - n_found
+            assert found["memory"]["requests"] == found["disk_errors"] == 0
+            if not n_found:
+                until(lambda: stats(it)["prefixes"]["disk_writes"] > 0)
+                assert stats(it)["prefixes"]["disk_written_bytes"] > 300 * 400
 
 
 def test_every_request_ends_in_one_way_and_they_add_up(tiny):

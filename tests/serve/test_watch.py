@@ -100,6 +100,19 @@ def test_what_is_in_flight_is_what_usage_says_at_every_step(tiny, scheme, ask):
         assert looks.threads == {it.engine._generation_thread.ident}
 
 
+def test_caches_of_a_draft_model_count_too(tiny, load_tiny):
+    with serving(tiny, context=20_000, draft=load_tiny(seed=1)[0]) as it:
+        looks = Looks(it.engine.watch)
+        it.post("/v1/completions", prompt="x" * 60, max_tokens=40, logit_bias=ENDLESS)
+        assert len(looks.pairs) > 5
+        assert [pair for pair in looks.pairs if pair[0] != pair[1]] == []
+        of_both = max(pair[0][0] for pair in looks.pairs)
+    with serving(tiny, context=20_000) as it:
+        looks = Looks(it.engine.watch)
+        it.post("/v1/completions", prompt="x" * 60, max_tokens=40, logit_bias=ENDLESS, **ALONE)
+        assert of_both == 2 * max(pair[0][0] for pair in looks.pairs)
+
+
 def test_packed_caches_are_smaller_than_bf16_by_what_the_scheme_says(tiny):
     with serving(tiny, "turbo:k8v3", context=20_000) as it, streaming(it):
         until(lambda: held(it).in_flight.tokens > 10)

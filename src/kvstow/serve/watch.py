@@ -14,10 +14,10 @@ from weakref import ref
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, stream_generate
-from mlx_lm.models.cache import PromptTrie
 
 from kvstow.integrations.mlx_lm.prompt_cache import TieredPromptCache
-from kvstow.integrations.mlx_lm.usage import allocated, nonfinite_groups
+from kvstow.integrations.mlx_lm.usage import allocated, tokens_held
+from kvstow.serve.ledger import Ledger, WatchedPrompts, held_by
 from kvstow.serve.stats import Held, Memory, Work
 from kvstow.serve.tally import Tally
 
@@ -36,63 +36,6 @@ class Seen:
     evictions: int = 0
 
 
-@dataclass(slots=True)
-class Ledger:
-    """What the entries of a prompt cache take. It holds no array: those end with the engine.
-
-    Attributes:
-        held: By all entries.
-        nonfinite_groups: In them.
-        evictions: Entries that left for want of room; not those that a longer one replaced.
-    """
-
-    held: Held = field(default_factory=Held)
-    nonfinite_groups: int = 0
-    evictions: int = 0
-    _takes: dict[int, tuple[Held, int]] = field(default_factory=dict)  # by the id of an entry
-
-    def add(self, entry: Any, n_tokens: int) -> None:
-        """An entry has come, which stays as it is until it leaves."""
-        cache = entry.prompt_cache
-        held, nonfinite = self._takes[id(entry)] = held_by(cache, n_tokens), nonfinite_groups(cache)
-        self.held += held
-        self.nonfinite_groups += nonfinite
-
-    def remove(self, entry: Any) -> None:
-        """An entry has left."""
-        held, nonfinite = self._takes.pop(id(entry))
-        self.held -= held
-        self.nonfinite_groups -= nonfinite
-
-
-class _WatchedPrompts(PromptTrie):
-    """mlx-lm's tree of prompts, with a ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def add(self, model: Any, tokens: list[int], value: Any) -> Any:
-        before = super().add(model, tokens, value)
-        if before is not None:
-            self._ledger.remove(before)
-        self._ledger.add(value, len(tokens))
-        return before
-
-    def pop(self, model: Any, tokens: list[int]) -> Any:
-        """mlx-lm takes away in this way what has to leave."""
-        value = super().pop(model, tokens)
-        self._ledger.remove(value)
-        self._ledger.evictions += 1
-        return value
-
-    def pop_prefixes(self, model: Any, tokens: list[int]) -> Any:
-        found = super().pop_prefixes(model, tokens)
-        for _, value in found:
-            self._ledger.remove(value)
-        return found
-
-
 class Watch:
     """Looks at batches, at requests outside of them, and at kept prompts.
 
@@ -109,7 +52,7 @@ class Watch:
         self.prefixes = prompt_cache.stats
         self._tally = tally
         self._ledger = Ledger()
-        prompt_cache._trie = _WatchedPrompts(self._ledger)
+        prompt_cache._trie = WatchedPrompts(self._ledger)
         self._batch: Callable[[], BatchGenerator | None] = lambda: None
         self._alone: tuple[list[Any], int] | None = None
         self._next_look = 0.0
@@ -195,7 +138,7 @@ class Watch:
             told(n_done, n_all)
 
         options |= {"prompt": prompt, "prompt_cache": prompt_cache}
-        n_cached = max((int(getattr(c, "offset", 0)) for c in prompt_cache), default=0)
+        n_cached = tokens_held(prompt_cache)
         self._alone = prompt_cache, n_cached
         try:
             for made in stream_generate(prompt_progress_callback=progress, **options):
@@ -233,11 +176,6 @@ class _WatchedBatches(BatchGenerator):
     def _counted(self) -> _Counted:
         c = self._counters
         return _Counted(c.prompt_tokens, c.prompt_time, c.generation_tokens, c.decode_time)
-
-
-def held_by(prompt_cache: list[Any], n_tokens: int) -> Held:
-    """By the caches of one text of so many tokens."""
-    return Held(1, n_tokens, *allocated(prompt_cache))
 
 
 def held_by_batch(batch: BatchGenerator) -> tuple[Held, Work]:

@@ -18,7 +18,7 @@ def usage(cache: list[Any]) -> KVUsage:
     return KVUsage(
         kv_bytes=kv_bytes,
         kv_bytes_bf16=kv_bytes_bf16,
-        tokens=max(map(_tokens, members), default=0),
+        tokens=tokens_held(cache),
         capacity_tokens=max(map(_capacity, members), default=0),
         nonfinite_groups=nonfinite_groups(cache),
     )
@@ -30,6 +30,11 @@ def allocated(cache: list[Any]) -> tuple[int, int]:
     # mlx-lm's quantised cache cannot count itself before its first append.
     kv_bytes = sum(0 if getattr(c, "keys", c) is None else int(c.nbytes) for c in members)
     return kv_bytes, sum(map(_bytes_bf16, members))
+
+
+def tokens_held(cache: list[Any]) -> int:
+    """``tokens`` of `usage`."""
+    return max(map(_tokens, _members(cache)), default=0)
 
 
 def nonfinite_groups(cache: list[Any]) -> int:
