@@ -24,8 +24,9 @@ from kvstow.blas import use_fast_blas
 from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.evaluate.environment import environment
-from kvstow.kernels.plan import Shape, plan_decode
-from kvstow.kernels.specialise import EncodeKernel, Kernel
+from kvstow.kernels.plan import Shape, plan_attention
+from kvstow.kernels.source import AnyKernel
+from kvstow.kernels.specialise import EncodeKernel
 from kvstow.scheme import VALUE_BITS, Turbo
 
 BLAS = use_fast_blas()
@@ -129,13 +130,13 @@ def check_close(output: Any, queries: Any, planes: Planes, scheme: Turbo) -> Non
         raise SystemExit(f"{scheme} is off by {error}")
 
 
-def planned(host: CudaHost) -> Iterator[Kernel]:
+def planned(host: CudaHost) -> Iterator[AnyKernel]:
     """The kernels of all rows, to be compiled at once."""
     rows = [(shape, K8V3) for shape in SHAPES] + [(WIDTHS_SHAPE, scheme) for scheme in WIDTHS]
     for (b, t, hq, h, d, n_queries), scheme in rows:
         widths = scheme.key_bits, scheme.value_bits
         shape = Shape(b, hq, h, n_queries, d, t)
-        yield plan_decode(shape, widths, "bfloat16", host.device).kernel
+        yield plan_attention(shape, widths, "bfloat16", host.device).kernel
     yield EncodeKernel(128, 8, 3, "bfloat16")
     yield EncodeKernel(128, 8, 3, "bfloat16", search=True)
 

@@ -27,6 +27,7 @@ from cuda_host import CudaHost, DecodeCall, Planes, dtype_of, torch
 from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.evaluate.environment import commit
+from kvstow.kernels import prefill
 from kvstow.kernels.specialise import DTYPES, Dtype, EncodeKernel
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 
@@ -34,11 +35,13 @@ from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 # float32: queries become integers of 14 bits and weights float16.
 TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 4e-3}
 # Query heads of a KV head and query tokens, by quads of rows of the kernel they ask for.
+PROMPT = 0
 GROUPS = {
     1: [(1, 1), (3, 1), (4, 1), (1, 4), (2, 2)],
     2: [(5, 1), (7, 1), (8, 1), (1, 8), (4, 2), (2, 3)],
     4: [(12, 1), (15, 1), (16, 1), (4, 4), (3, 5), (2, 8)],
-    8: [(16, 2), (7, 3), (4, 8), (5, 13)],
+    8: [(16, 2), (7, 3), (4, 8), (5, 6)],
+    PROMPT: [(3, 61), (1, 9), (4, 130)],
 }
 BATCH, N_KV_HEADS, CAPACITY = 5, 2, 768
 
@@ -185,7 +188,9 @@ def cases(host: CudaHost, cache: Cache, head_dim: int, rows: tuple[Any, Any]) ->
         for quads, groups in GROUPS.items():
             # Every kernel for k8v3; of the others the smallest and one more, by turns.
             more = (2, 4, 8)[(scheme.key_bits + scheme.value_bits) % 3]
-            if scheme != Turbo(8, 3) and quads not in (1, more):
+            if scheme != Turbo(8, 3) and quads not in (PROMPT, 1, more):
+                continue
+            if quads == PROMPT and head_dim not in prefill.HEAD_DIMS:
                 continue
             dtype = getattr(torch, next(dtypes))
             for i, (group, n_queries) in enumerate(groups):

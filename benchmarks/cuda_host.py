@@ -18,9 +18,9 @@ from kvstow.codec import tables
 from kvstow.codec.search import key_candidates, value_candidates
 from kvstow.kernels import nvrtc
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
-from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
-from kvstow.kernels.source import cuda_program
-from kvstow.kernels.specialise import Dtype, EncodeKernel, Kernel
+from kvstow.kernels.plan import AttentionPlan, Device, Shape, plan_attention
+from kvstow.kernels.source import AnyKernel, cuda_program
+from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.require import require
 from kvstow.scheme import GROUP_SIZE, Turbo
 
@@ -49,12 +49,12 @@ class CudaHost:
         properties = torch.cuda.get_device_properties(0)
         capability = 10 * properties.major + properties.minor
         self.device = Device(capability, properties.multi_processor_count)
-        self.compiled: dict[Kernel, nvrtc.Compiled] = {}
-        self._kernels: dict[Kernel, Any] = {}
+        self.compiled: dict[AnyKernel, nvrtc.Compiled] = {}
+        self._kernels: dict[AnyKernel, Any] = {}
         self._folder = tempfile.TemporaryDirectory()
         self._constants: dict[Any, Any] = {}
 
-    def compile(self, kernels: Iterable[Kernel]) -> None:
+    def compile(self, kernels: Iterable[AnyKernel]) -> None:
         """Compile several kernels at once, on all processors."""
         wanted = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._kernels]
         architecture = f"sm_{self.device.capability}"
@@ -83,7 +83,7 @@ class CudaHost:
         keys, values = self._constants[name]
         return keys, values
 
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], args: ctypes.Structure) -> None:
+    def launch(self, kernel: AnyKernel, grid: tuple[int, ...], args: ctypes.Structure) -> None:
         """Launch a kernel on the current stream."""
         self.compile([kernel])
         value = np.frombuffer(bytes(args), dtype=np.dtype((np.void, ctypes.sizeof(args))))[0]
@@ -134,7 +134,7 @@ class DecodeCall:
         n_tokens = int(lengths.max()) if lengths is not None else capacity
         shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=lengths is not None)
         widths = scheme.key_bits, scheme.value_bits
-        self.plan: DecodePlan = plan_decode(shape, widths, dtype_of(queries), host.device)
+        self.plan: AttentionPlan = plan_attention(shape, widths, dtype_of(queries), host.device)
         chunk = options.get("chunk") or self.plan.chunk
         n_splits = max(1, -(-n_tokens // chunk))
         self._grid = (n_splits, *self.plan.grid[1:])

@@ -28,6 +28,7 @@ def notes():
         ATTEND,
         tasks.AttendTask(4, 2, 128, "bfloat16", 2, 4, ragged=True),
         tasks.AttendTask(5, 5, 64, "float16", 1, 8, ragged=True),
+        tasks.PrefillTask(8, 3, 64, "bfloat16", ragged=False),
         ENCODE,
         tasks.EncodeTask(2, 8, 512, "bfloat16", search=True),
     ],
@@ -39,6 +40,20 @@ def test_a_kernel_that_computes_the_definition_passes_and_is_checked_once(kernel
     assert sum(n)
     assert selfcheck.outcome(task).passed
     assert (len(kernels.attended), len(kernels.encoded)) == n
+
+
+def test_a_check_of_prompts_covers_windows_rows_and_blocks(kernels):
+    selfcheck.outcome(tasks.PrefillTask(8, 3, 128, "float32", ragged=True))
+    assert [call.window for call in kernels.attended] == [0, 50]
+    assert kernels.attended[0].starts == [0, 37, 600]
+    assert kernels.attended[0].shape == (3, 6, 61, 128)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_prompt_that_has_no_kernel_is_no_check():
+    outcome = selfcheck.outcome(tasks.PrefillTask(8, 3, 512, "float32", ragged=False))
+    assert not outcome.kernel
+    assert "prompts have kernels for head_dim 64, 128, 256, got 512" in outcome.why
 
 
 def test_a_check_covers_windows_rows_and_several_tokens(kernels):
@@ -190,5 +205,6 @@ def test_a_cache_directory_that_cannot_be_written_is_no_error(kernels, monkeypat
 
 
 def test_a_task_comes_back_from_its_json():
-    for task in (ATTEND, ENCODE):
+    prompt = tasks.PrefillTask(4, 2, 256, "float16", ragged=True)
+    for task in (ATTEND, ENCODE, prompt):
         assert tasks.from_dict(json.loads(json.dumps(tasks.as_dict(task)))) == task

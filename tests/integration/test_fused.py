@@ -62,7 +62,7 @@ def test_logits_are_those_of_deferred_and_the_kernels_have_made_them(kernels, na
 
 def test_steps_of_few_tokens_go_to_the_kernel_and_longer_ones_do_not(kernels):
     model = build("llama")
-    with kvstow.attached(model, "turbo", fetch="fused"):
+    with kvstow.attached(model, "turbo"):
         kernels.forget()
         before = fused.counts()
         run(model, (12, 5, 1, 8, 9, 2))
@@ -77,6 +77,59 @@ def test_steps_of_few_tokens_go_to_the_kernel_and_longer_ones_do_not(kernels):
     assert {call.window for call in kernels.attended if call.longest < 100} == {0}
     appended = [shape[2] for shape, _ in kernels.encoded if shape[:2] == (1, 2)]
     assert appended == [n for n in (12, 5, 1, 8, 9, 2) for _layer in range(2)]
+
+
+def test_prompts_go_to_a_kernel_where_fused_was_asked_for(kernels):
+    model, schedule = build("llama"), (12, 5, 9, 40, 1)
+    wanted = logits_of(model, "deferred", schedule=schedule)
+    with kvstow.attached(model, "turbo", fetch="fused") as report:
+        assert "all steps that have kernels; deferred: masks" in str(report)
+        kernels.forget()
+        before = fused.counts()
+        twin = copy.deepcopy(model)
+        np.testing.assert_array_equal(run(model, schedule), wanted)
+    assert fused.counts() - before == Counter({"kernel": 8})
+    lengths = [call.shape[2] for call in kernels.attended if call.longest < 100]
+    assert lengths == [5, 5, 9, 9, 40, 40, 1, 1]
+    run(twin, schedule)
+    assert fused.counts() - before == Counter({"kernel": 16})  # its copy asks for them too
+    kvstow.detach(twin)
+    with kvstow.attached(model, "turbo"):
+        before = fused.counts()
+        run(model, schedule)
+    assert fused.counts() - before == Counter({"kernel": 4, "more than 8 query tokens": 4})
+
+
+def test_a_prompt_whose_kernel_fails_its_self_check_is_deferred(kernels, monkeypatch):
+    model, schedule = build("llama"), (12, 9, 1)
+    wanted = logits_of(model, "deferred", schedule=schedule)
+    with kvstow.attached(model, "turbo", fetch="fused"):
+        monkeypatch.setattr(kernels, "attention_off", 0.5)
+        before = fused.counts()
+        with pytest.warns(KvstowWarning, match="kvstow_prefill_d64_k8v3_float32.* is off by"):
+            logits = run(model, (12, 9))
+    np.testing.assert_array_equal(logits, wanted[:, :21])
+    (why,) = fused.counts() - before
+    assert why.startswith("kvstow_prefill_d64")
+
+
+@pytest.mark.parametrize("window_size", [None, 7])
+def test_padded_rows_of_a_prompt_reach_the_kernel(kernels, window_size):
+    rng = np.random.default_rng(0)
+    caches = [integration.FusedKVCache(kvstow.Scheme.parse("turbo")) for _ in range(2)]
+    for cache, n in zip(caches, (20, 13), strict=True):
+        cache.update_and_fetch(*mx.array(rng.standard_normal((2, 1, 2, n, 64)).astype(np.float32)))
+    batch = caches[0].merge(caches)
+    x, y = mx.array(rng.standard_normal((2, 2, 2, 11, 64)).astype(np.float32))
+    queries = mx.array(rng.standard_normal((2, 4, 11, 64)).astype(np.float32))
+    mask = batch.make_mask(11, window_size=window_size)
+    batch.update_and_fetch(x, y)
+    kernels.forget()
+    window = marked(batch.window())
+    got = fused.attend(queries, window, scale=0.125, mask=mask, prompts=True)
+    call = kernels.attended[-1]
+    assert (call.starts, call.lengths, call.window) == ([0, 7], [31, 31], window_size or 0)
+    assert mx.array_equal(got, attention.attend(queries, window, scale=0.125, mask=mask))
 
 
 @pytest.mark.usefixtures("kernels")

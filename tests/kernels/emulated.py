@@ -15,7 +15,7 @@ from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
 from kvstow.kernels.plan import Device, Shape, plan_decode
 from kvstow.kernels.source import cuda_header
-from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
+from kvstow.kernels.specialise import EncodeKernel
 
 EMULATOR = Path(__file__).with_name("emulator.h")
 OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
@@ -35,7 +35,7 @@ def compiler():
 
 def compile_kernel(kernel, folder):
     """A function that takes the arguments, blocks along x, y, z."""
-    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    args = "EncodeArgs" if isinstance(kernel, EncodeKernel) else "DecodeArgs"
     instructions = files("kvstow.kernels").joinpath("cuda", "primitives.cuh").read_text()
     header = cuda_header(kernel.file_name)
     own = instructions.replace("#pragma once\n", "")
@@ -61,13 +61,15 @@ extern "C" bool launch(const kvstow::{args}* given, unsigned x, unsigned y, unsi
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
-    Options: starts, lengths (int32), sinks (float32), window, chunk.
+    Options: starts, lengths (int32), sinks (float32), window, chunk, device, and
+    plan, which is `plan_decode` unless given.
     """
     b, hq, n_queries, d = queries.shape
     h, capacity = planes[0].shape[1:3]
     shape = Shape(b, hq, h, n_queries, d, capacity)
     # One with little shared memory gets kernels of few warps, which is less to emulate.
-    plan = plan_decode(shape, widths, "float32", Device(86, 1))
+    device = options.get("device", Device(86, 1))
+    plan = options.get("plan", plan_decode)(shape, widths, "float32", device)
     chunk = options.get("chunk", plan.chunk)
     n_splits = -(-capacity // chunk)
     n_rows = b * hq * n_queries

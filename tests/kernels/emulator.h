@@ -176,6 +176,12 @@ inline u32 two_halves(float low, float high) { return to_float16(low) | (u32)to_
 inline u32 multiply_halves(u32 a, u32 b) {
   return two_halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }
+inline u32 finite_halves(u32 pair) {
+  u16 halves[2] = {(u16)pair, (u16)(pair >> 16)};
+  for (u16& h : halves)
+    if (from_float16(h) > 65504.f || from_float16(h) < -65504.f) h = h & 0x8000 ? 0xFBFF : 0x7BFF;
+  return halves[0] | (u32)halves[1] << 16;
+}
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline u32 pick_bytes(u32 a, u32 b, u32 s) {
   const u64 bytes = a | (u64)b << 32;
@@ -217,6 +223,10 @@ inline float load_float(u32 at) { return load<float>(at); }
 inline void store32(u32 at, u32 v) { store(at, v); }
 inline void store8(u32 at, u32 v) { store(at, (u8)v); }
 inline void store_float(u32 at, float v) { store(at, v); }
+inline void store128(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  const u32 words[4] = {a, b, c, d};
+  for (u32 i = 0; i < 4; ++i) store(at + 4 * i, words[i]);
+}
 
 inline void copy16_first(u32 to, const void* from, int n) {
   std::memset(&emulator::shared.at(to + 15) - 15, 0, 16);
@@ -237,6 +247,17 @@ inline void load_tiles(u32 row, u32 (&r)[4]) {
   left[lane][0] = row;
   __syncwarp();
   for (int i = 0; i < 4; ++i) r[i] = load32(left[8 * i + lane / 4][0] + lane % 4 * 4);
+  __syncwarp();
+}
+inline void load_tiles_transposed(u32 row, u32 (&r)[4]) {
+  const u32 lane = emulator::lane();
+  auto& left = emulator::left[emulator::warp()];
+  left[lane][0] = row;
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) {  // rows 2 (lane % 4), + 1 of column lane / 4
+    const u32 first = 8 * i + lane % 4 * 2, at = lane / 4 * 2;
+    r[i] = load16(left[first][0] + at) | load16(left[first + 1][0] + at) << 16;
+  }
   __syncwarp();
 }
 inline u32 transpose_tile(u32 x) {

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow.codec import reference
+from kvstow.kernels.plan import Device, plan_prefill
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
 from tests.kernels import emulated
 
@@ -59,7 +60,8 @@ def check(rng, folder, widths, shape, **options):
     queries = (2 * queries).astype(np.float32)
     rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
     got = emulated.attend(queries, planes, widths, folder, **rows, **options)
-    options.pop("chunk", None)
+    for of_launch in ("chunk", "plan", "device"):
+        options.pop(of_launch, None)
     want = attention(queries, *decoded, **options)
     # Queries are integers of 14 bits, weights and centroids float16.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
@@ -97,6 +99,48 @@ def test_query_tokens_see_only_the_past_and_a_window(rng, tmp_path, step):
 def test_a_sink_takes_weight_and_has_no_value(rng, tmp_path, n_queries):
     sinks = (3 * rng.standard_normal(6)).astype(np.float32)
     check(rng, tmp_path, (8, 3), (64, 3, n_queries), chunk=64, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("widths", "shape"),
+    [
+        ((8, 2), (64, 3, 30)),  # query rows of two blocks, the second one cut
+        ((2, 4), (128, 5, 13)),
+        ((4, 8), (64, 1, 9)),
+        ((5, 5), (256, 2, 9)),
+        ((8, 3), (128, 1, 130)),  # more queries than some rows have tokens
+    ],
+)
+def test_a_prompt_sees_what_the_definition_says_at_every_width(rng, tmp_path, widths, shape):
+    check(rng, tmp_path, widths, shape, plan=plan_prefill)
+
+
+@pytest.mark.parametrize(("head_dim", "chunk"), [(64, 128), (128, 64), (256, 32)])
+def test_blocks_of_eight_warps_and_splits_are_merged(rng, tmp_path, head_dim, chunk):
+    options = {"plan": plan_prefill, "device": Device(90, 1), "chunk": chunk}
+    check(rng, tmp_path, (8, 3), (head_dim, 2, 65), **options)
+
+
+@pytest.mark.parametrize("chunk", [32, 128])
+def test_a_prompt_sees_a_window_and_a_sink(rng, tmp_path, chunk):
+    sinks = (3 * rng.standard_normal(6)).astype(np.float32)
+    options = {"plan": plan_prefill, "chunk": chunk, "window": 19, "sinks": sinks}
+    check(rng, tmp_path, (4, 3), (128, 3, 20), **options)
+
+
+def test_keys_beyond_float16_saturate_in_a_prompt(rng, tmp_path):
+    keys = np.full((1, 1, 32, 64), 5e4, np.float32)
+    keys[..., ::2] = -5e4
+    keys[0, 0, 7] *= 3
+    values = rng.standard_normal(keys.shape).astype(np.float32)
+    planes = (
+        *reference.encode_keys(keys, bits=8, guard=True),
+        *reference.encode_values(values, bits=3, guard=True),
+    )
+    queries = np.zeros((1, 1, 9, 64), np.float32)
+    queries[..., 1] = 1e-4
+    got = emulated.attend(queries, list(planes), (8, 3), tmp_path, plan=plan_prefill)
+    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from kvstow.errors import MissingDependency
 from kvstow.kernels import nvrtc
+from kvstow.kernels.prefill import prefill_kernel
 from kvstow.kernels.specialise import EncodeKernel, decode_kernel
 
 pytest.importorskip("mlx.core")
@@ -51,6 +52,12 @@ def as_program(monkeypatch):
 def test_attention_compiles_with_the_signature_of_mlx(ragged, with_sinks):
     kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448)
     compile_or_skip(build.decode_callable.__wrapped__(kernel, ragged, with_sinks))
+
+
+@pytest.mark.usefixtures("as_program")
+def test_attention_of_prompts_compiles_with_the_signature_of_mlx():
+    kernel = prefill_kernel((8, 3), 64, "bfloat16", 232_448)
+    compile_or_skip(build.decode_callable.__wrapped__(kernel, ragged=True, with_sinks=False))
 
 
 @pytest.mark.usefixtures("as_program")

@@ -6,6 +6,7 @@ import pytest
 
 from kvstow.errors import MissingDependency
 from kvstow.kernels import nvrtc
+from kvstow.kernels.prefill import all_prefill_kernels, prefill_kernel
 from kvstow.kernels.source import cuda_program
 from kvstow.kernels.specialise import (
     SHARED_LIMITS,
@@ -35,7 +36,7 @@ def check(kernel, capability):
     compiled = compile_or_skip(kernel, capability)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert 0 < compiled.registers * kernel.threads <= 65_536, kernel.name
-    if isinstance(kernel, EncodeKernel) or kernel.rows <= MOST_TUNED_ROWS:
+    if not isinstance(kernel, DecodeKernel) or kernel.rows <= MOST_TUNED_ROWS:
         assert compiled.frame_bytes <= MOST_FRAME_BYTES[capability], kernel.name
 
 
@@ -64,6 +65,19 @@ def test_a_sample_of_shapes_needs_no_memory_for_registers(head_dim, pair, dtype,
     check(decode(head_dim, pair, dtype, n_rows), 90)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_prompts_of_the_default_scheme_compile_for_every_architecture(capability):
+    check(prefill_kernel((8, 3), 128, "bfloat16", SHARED_LIMITS[capability]), capability)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pair", "dtype"),
+    [(64, (8, 3), "bfloat16"), (128, (4, 8), "float32"), (256, (5, 2), "float16")],
+)
+def test_a_sample_of_kernels_for_prompts_compiles(head_dim, pair, dtype):
+    check(prefill_kernel(pair, head_dim, dtype, SHARED_LIMITS[90]), 90)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "pair", "dtype"), [(64, (5, 8), "float32"), (512, (2, 5), "float16")]
 )
@@ -75,7 +89,8 @@ def test_a_sample_of_encoders_compiles(head_dim, pair, dtype):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles_for_every_architecture(capability, head_dim):
-    kernels = [kernel for kernel in all_kernels(capability) if kernel.head_dim == head_dim]
+    every = [*all_kernels(capability), *all_prefill_kernels(SHARED_LIMITS[capability])]
+    kernels = [kernel for kernel in every if kernel.head_dim == head_dim]
     with ThreadPoolExecutor() as pool:
         list(pool.map(check, kernels, [capability] * len(kernels)))
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
-from kvstow.kernels.plan import Device, Shape, plan_decode
+from kvstow.kernels.metal_plan import MetalDevice
+from kvstow.kernels.plan import Device, Shape, plan_attention, plan_decode
 from kvstow.kernels.source import cuda_header, cuda_program
 from kvstow.kernels.specialise import (
     MOST_ROW_QUADS,
@@ -62,9 +63,44 @@ def test_a_short_batch_of_one_is_split_over_the_processors():
     assert plan.n_splits * 8 in range(120, 133)
 
 
+def test_a_prompt_is_split_only_where_its_rows_leave_processors_idle():
+    def plan(n_queries, batch=1):
+        shape = Shape(batch, 32, 8, n_queries, 128, 65_536)
+        return plan_attention(shape, (8, 3), "bfloat16", H200)
+
+    assert (plan(512).row_blocks, plan(512).n_splits, plan(512).grid) == (16, 1, (1, 128, 1))
+    assert (plan(64).row_blocks, plan(64).n_splits) == (2, 8)
+    assert plan(64, batch=16).n_splits == 1
+    assert not plan(512).writes_parts
+    assert plan(64).writes_parts
+    assert plan(8).kernel.name.startswith("kvstow_decode")
+    assert plan(8).writes_parts
+    assert plan(9).kernel.name == "kvstow_prefill_d128_k8v3_bfloat16_r128"
+    assert plan(9).chunk % plan(9).kernel.tile == 0
+
+
+def test_prompts_take_as_many_warps_as_shared_memory_has_room_for():
+    for capability, head_dim, pair, rows in (
+        (90, 256, (8, 8), 128),
+        (80, 128, (8, 3), 128),
+        (80, 256, (8, 8), 64),
+        (89, 128, (8, 3), 64),
+        (89, 128, (8, 8), 64),
+    ):
+        kernel = Device.of(capability).prefill_kernel(pair, head_dim, "float16")
+        assert kernel.rows == rows, (capability, head_dim, pair)
+    with pytest.raises(ValueError, match="fits in 101376 bytes"):
+        Device.of(89).prefill_kernel((2, 8), 256, "float16")
+    with pytest.raises(UnsupportedModel, match="head_dim 64, 128, 256, got 512"):
+        Device.of(90).prefill_kernel((8, 3), 512, "float16")
+    with pytest.raises(ValueError, match="no kernel for Metal is for prompts"):
+        MetalDevice().prefill_kernel((8, 3), 64, "float16")
+
+
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="multiple of KV heads, got 7 and 2"):
-        plan_decode(Shape(1, 7, 2, 1, 128, 10), (8, 3), "float16", H200)
+    for n_queries in (1, 100):
+        with pytest.raises(ValueError, match="multiple of KV heads, got 7 and 2"):
+            plan_attention(Shape(1, 7, 2, n_queries, 128, 10), (8, 3), "float16", H200)
 
 
 def test_an_unknown_device_is_taken_for_the_last_known_before_it():
@@ -72,7 +108,7 @@ def test_an_unknown_device_is_taken_for_the_last_known_before_it():
     assert Device.of(75).shared_limit == 0
 
 
-@pytest.mark.parametrize("name", ["decode_attention.cuh", "encode.cuh"])
+@pytest.mark.parametrize("name", ["decode_attention.cuh", "encode.cuh", "prefill_attention.cuh"])
 def test_the_header_holds_every_file_once_and_no_include(name):
     text = cuda_header(name)
     assert "#include" not in text

@@ -2,8 +2,9 @@
 
 A step goes to the kernel if its window is marked for it, MLX computes on a GPU, the
 step has few query tokens, its mask is one whose meaning is known (see `masks`), and the kernel
-has passed its self-check on this machine. Everything else is `mlx.attend`, and counted with
-the reason. Nothing here raises where that would not.
+has passed its self-check on this machine; a step of many, a prompt, where that was asked for.
+Everything else is `mlx.attend`, and counted with the reason. Nothing here raises where that
+would not.
 """
 
 import threading
@@ -19,17 +20,15 @@ from kvstow.attention import selfcheck
 from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.parity import say
-from kvstow.attention.tasks import AttendTask, EncodeTask
+from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import KvstowWarning
 from kvstow.kernels import backend as kernels
+from kvstow.kernels.plan import MOST_STEP_TOKENS
 from kvstow.scheme import Turbo
 
-# What was compared with the definition on a GPU. More queries are a prompt, for which decoding
-# the window once and the host's attention are meant.
-MOST_QUERY_TOKENS = 8
 ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
 KERNEL = "kernel"
 
@@ -78,12 +77,21 @@ def counts() -> Counter[str]:
 
 
 def attend(
-    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None = None
+    queries: mx.array,
+    window: PackedWindow,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    prompts: bool = False,
 ) -> mx.array:
-    """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
+    """See `reference.attend`; by the kernel where `window` is marked for it and it can.
+
+    `prompts` says that a step of more than `MOST_STEP_TOKENS` goes to a kernel too: it is not
+    known whether that is faster.
+    """
     if not window.fused:
         return attend_deferred(queries, window, scale=scale, mask=mask)
-    call = plan_call(queries, window, scale=scale, mask=mask)
+    call = plan_call(queries, window, scale=scale, mask=mask, prompts=prompts)
     if isinstance(call, Call):
         try:
             output = kernels.attend(
@@ -118,24 +126,31 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
 
 
 def plan_call(
-    queries: mx.array, window: PackedWindow, *, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    window: PackedWindow,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    prompts: bool = False,
 ) -> Call | str:
     """The kernel's call for a step, or why there is none."""
     b, hq, n_queries, d = queries.shape
     h = int(window.keys.scales.shape[1])
     if why := why_no_device():
         return why
-    if n_queries > MOST_QUERY_TOKENS:
-        return f"more than {MOST_QUERY_TOKENS} query tokens"
+    if n_queries > MOST_STEP_TOKENS and not (prompts and kernels.name() == "cuda"):
+        return f"more than {MOST_STEP_TOKENS} query tokens"
     if d != window.head_dim or hq % h or not isinstance(scale, int | float):
         return "queries or a scale of another shape than the kernel's"
     sight = sight_of(mask, n_queries, window.n_tokens)
     if sight is None or (sight.starts is not None and sight.starts.shape != (b,)):
         return "a mask that says more than where rows and windows begin"
     widths = window.scheme.key_bits, window.scheme.value_bits
-    name = dtype_name(queries.dtype)
-    ragged = sight.starts is not None
-    if why := _why_unchecked(AttendTask(*widths, d, name, hq // h, n_queries, ragged)):
+    name, ragged = dtype_name(queries.dtype), sight.starts is not None
+    task: Task = AttendTask(*widths, d, name, hq // h, n_queries, ragged)
+    if n_queries > MOST_STEP_TOKENS:
+        task = PrefillTask(*widths, d, name, ragged)
+    if why := _why_unchecked(task):
         return why
     scores = kernels.Scores(float(scale), sight.window)
     if sight.starts is None:
@@ -149,7 +164,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _why_unchecked(task: AttendTask | EncodeTask) -> str:
+def _why_unchecked(task: Task) -> str:
     outcome = selfcheck.outcome(task)
     if not outcome.passed:
         _warn(outcome.warning, once=outcome.why)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstow.attention import reference
-from kvstow.attention.tasks import AttendTask, EncodeTask, Task
+from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.codec import reference as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.kernels import backend as kernels
@@ -16,6 +16,8 @@ TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 4e-3}
 N_KV_HEADS, N_TOKENS, CAPACITY = 2, 700, 768  # several splits, the last one cut
 STARTS = (0, 37, 600)
 WINDOWS = (0, 50)
+# Of a prompt: enough rows for several blocks, the last one cut.
+PROMPT_HEADS, PROMPT_QUERIES = 3, 61
 N_VECTORS = 64
 PLANES = ("key codes", "key scales", "key zeros", "value codes", "value scales")
 
@@ -27,7 +29,7 @@ def difference(task: Task) -> str:
         Exception: Whatever compiling and running it does.
     """
     rng = np.random.default_rng(20260130)
-    return _of_attention(task, rng) if isinstance(task, AttendTask) else _of_encoding(task, rng)
+    return _of_encoding(task, rng) if isinstance(task, EncodeTask) else _of_attention(task, rng)
 
 
 def say(error: Exception) -> str:
@@ -36,11 +38,13 @@ def say(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _of_attention(task: AttendTask, rng: np.random.Generator) -> str:
+def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> str:
     scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
     starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
     planes, poisoned = _planes(rng, scheme, d, starts)
-    shape = (len(starts), N_KV_HEADS * task.group, task.n_queries, d)
+    step = task if isinstance(task, AttendTask) else None
+    group, n_queries = (step.group, step.n_queries) if step else (PROMPT_HEADS, PROMPT_QUERIES)
+    shape = (len(starts), N_KV_HEADS * group, n_queries, d)
     queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
     queries = queries.astype(getattr(mx, task.dtype))
     tokens: int | kernels.Rows = N_TOKENS
@@ -55,7 +59,7 @@ def _of_attention(task: AttendTask, rng: np.random.Generator) -> str:
             *planes,
             scheme=scheme,
             scale=d**-0.5,
-            mask=_mask(task.n_queries, starts, window),
+            mask=_mask(n_queries, starts, window),
         )
         error = float(np.linalg.norm(_floats(made) - want) / np.linalg.norm(want))
         if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too

@@ -42,6 +42,36 @@ class AttendTask:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """Attention of a prompt's query rows: any number of them, of any number of query heads.
+
+    Attributes:
+        key_bits: Width of a key code.
+        value_bits: Width of a value code.
+        head_dim: Elements of a key and of a value.
+        dtype: Of the queries.
+        ragged: Whether rows begin at tokens of their own.
+    """
+
+    key_bits: int
+    value_bits: int
+    head_dim: int
+    dtype: str
+    ragged: bool
+
+    def name(self, device: Device | MetalDevice) -> str:
+        """Of what is compiled.
+
+        Raises:
+            ValueError: If nothing does it.
+            UnsupportedModel: If nothing does it with this head_dim.
+        """
+        widths = self.key_bits, self.value_bits
+        kernel = device.prefill_kernel(widths, self.head_dim, _dtype(self.dtype))
+        return kernel.name + ("_ragged" if self.ragged else "")
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeTask:
     """Encoding of keys and values.
 
@@ -69,8 +99,12 @@ class EncodeTask:
         return device.encode_kernel(widths, self.head_dim, dtype, search=self.search).name
 
 
-Task = AttendTask | EncodeTask
-_OPS: dict[str, type[Task]] = {"attend": AttendTask, "encode": EncodeTask}
+Task = AttendTask | PrefillTask | EncodeTask
+_OPS: dict[str, type[Task]] = {
+    "attend": AttendTask,
+    "prefill": PrefillTask,
+    "encode": EncodeTask,
+}
 
 
 def as_dict(task: Task) -> dict[str, Any]:

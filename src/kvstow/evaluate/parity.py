@@ -15,11 +15,12 @@ import numpy as np
 from kvstow.attention import fused, reference, selfcheck
 from kvstow.attention.mlx import attend
 from kvstow.attention.parity import say
-from kvstow.attention.tasks import AttendTask, EncodeTask, Task
+from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as fast
 from kvstow.codec import reference as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.kernels import backend, prefill
 from kvstow.kernels.specialise import DTYPES
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 
@@ -70,6 +71,8 @@ def sample() -> list[Task]:
         n_queries = 4 if several else 1
         tasks.append(AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged=i % 2 == 1))
         tasks.append(EncodeTask(*pair, head_dim, dtype, searched))
+        if head_dim in prefill.HEAD_DIMS and backend.name() == "cuda":
+            tasks.append(PrefillTask(*pair, head_dim, dtype, ragged=several))
     return tasks
 
 

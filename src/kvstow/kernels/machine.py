@@ -17,7 +17,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 # What makes machine code out of a specialisation, beside the device source.
 _COMMON = ("arguments.py", "calls.py", "plan.py", "source.py", "specialise.py")
 _LOADERS = {
-    "cuda": ("mlx.py", "mlx_build.py", *_COMMON),
+    "cuda": ("mlx.py", "mlx_build.py", "prefill.py", *_COMMON),
     "metal": ("metal_mlx.py", "metal_plan.py", *_COMMON),
 }
 

@@ -115,6 +115,16 @@ class MetalDevice:
         rows = next((rows for rows in ROWS if rows >= n_rows), ROWS[-1])
         return MetalDecodeKernel(head_dim, key_bits, value_bits, dtype, rows)
 
+    def prefill_kernel(
+        self, widths: tuple[int, int], head_dim: int, dtype: Dtype
+    ) -> MetalDecodeKernel:
+        """What attends the many query rows of a prompt: there is no such kernel.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"no kernel for Metal is for prompts ({widths}, {head_dim}, {dtype})")
+
     def encode_kernel(
         self, widths: tuple[int, int], head_dim: int, dtype: Dtype, *, search: bool
     ) -> MetalEncodeKernel:

@@ -32,7 +32,7 @@ from kvstow.kernels.calls import (
     sink_arrays,
 )
 from kvstow.kernels.mlx_build import decode_callable, encode_callable
-from kvstow.kernels.plan import DecodePlan, Device, Shape, plan_decode
+from kvstow.kernels.plan import AttentionPlan, Device, Shape, plan_attention
 from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import Turbo
 
@@ -56,7 +56,8 @@ def attend(
     options = capacity, scores.window, scores.scale, bool(sinks)
     made = _prepare(shape, widths, dtype_of(queries), options)
     plan = made.plan
-    n_rows, d = queries.size // shape.head_dim, shape.head_dim
+    d = shape.head_dim
+    n_rows = queries.size // d if plan.writes_parts else 1
     output: mx.array = made.kernel(
         inputs=[
             *planes[0],
@@ -111,7 +112,7 @@ def device() -> Device:
 class _Prepared:
     """What all layers of a step share."""
 
-    plan: DecodePlan
+    plan: AttentionPlan
     kernel: Any
     counts: mx.array
 
@@ -127,7 +128,7 @@ def _prepare(
     """
     capacity, window, scale, with_sinks = options
     check_tokens(shape.n_tokens, capacity)
-    plan = plan_decode(shape, widths, dtype, device())
+    plan = plan_attention(shape, widths, dtype, device())
     counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
     return _Prepared(plan, decode_callable(plan.kernel, shape.ragged, with_sinks), counts)
 

@@ -12,15 +12,16 @@ from typing import Any
 import mlx.core as mx
 
 from kvstow.kernels.arguments import DECODE_COUNTS
-from kvstow.kernels.source import cuda_include, digest
-from kvstow.kernels.specialise import DecodeKernel, EncodeKernel, Kernel
+from kvstow.kernels.prefill import PrefillKernel
+from kvstow.kernels.source import AnyKernel, cuda_include, digest
+from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
 
 _PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
 ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
 
 
 @cache
-def decode_callable(kernel: DecodeKernel, ragged: bool, with_sinks: bool) -> Any:
+def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sinks: bool) -> Any:
     """Takes planes, queries, centroids, signs, arrivals, counts; then the rows, then sinks.
 
     Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights.
@@ -64,7 +65,11 @@ def encode_callable(kernel: EncodeKernel) -> Any:
 
 
 def _made(
-    kernel: Kernel, name: str, inputs: list[str], outputs: list[str], gathered: list[str]
+    kernel: AnyKernel,
+    name: str,
+    inputs: list[str],
+    outputs: list[str],
+    gathered: list[str],
 ) -> Any:
     """MLX's callable of a kernel whose body is `gathered` and then the kernel's work."""
     # MLX's signature has no launch bounds, without which registers may not suffice for a
@@ -73,7 +78,7 @@ def _made(
     name = f"{name}_{digest(kernel.file_name)}"
     function = f"custom_kernel_{name}"
     bounds = f"#define {function} __launch_bounds__({kernel.threads}, {kernel.blocks}) {function}\n"
-    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    args = "EncodeArgs" if isinstance(kernel, EncodeKernel) else "DecodeArgs"
     lines = [
         f"\n#undef {function}",
         "extern __shared__ __align__(128) char kvstow_shared[];",

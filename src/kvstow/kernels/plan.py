@@ -8,6 +8,7 @@ do not; the last one to arrive merges them.
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvstow.kernels.prefill import PrefillKernel, prefill_kernel
 from kvstow.kernels.specialise import (
     SHARED_LIMITS,
     DecodeKernel,
@@ -23,6 +24,8 @@ N_PROCESSORS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
 # busy long after the others are done.
 RAGGED_CHUNK = 8192
 LEAST_CHUNK = 256  # splits of less take longer to merge than to read
+# Query tokens of a step. More are a prompt, which other kernels are for.
+MOST_STEP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class Device:
     ) -> DecodeKernel:
         """What attends `n_rows` query rows of a KV head; see `specialise.decode_kernel`."""
         return decode_kernel(widths, head_dim, dtype, n_rows, self.shared_limit)
+
+    def prefill_kernel(self, widths: tuple[int, int], head_dim: int, dtype: Dtype) -> PrefillKernel:
+        """What attends the many query rows of a prompt; see `prefill.prefill_kernel`."""
+        return prefill_kernel(widths, head_dim, dtype, self.shared_limit)
 
     def encode_kernel(
         self, widths: tuple[int, int], head_dim: int, dtype: Dtype, *, search: bool
@@ -98,6 +105,7 @@ class Shape:
 
 
 _Kernel = TypeVar("_Kernel", covariant=True)
+_AnyKernel = TypeVar("_AnyKernel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +128,20 @@ class Plan(Generic[_Kernel]):
     chunk: int
     grid: tuple[int, int, int]
 
+    @property
+    def writes_parts(self) -> bool:
+        """Whether sums and weights are written, to be merged."""
+        return self.n_splits > 1 or not isinstance(self.kernel, PrefillKernel)
+
 
 DecodePlan = Plan[DecodeKernel]
+PrefillPlan = Plan[PrefillKernel]
+AttentionPlan = DecodePlan | PrefillPlan
 
 
-def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device) -> DecodePlan:
+def plan_attention(
+    shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device
+) -> AttentionPlan:
     """The best known launch of one call.
 
     Args:
@@ -135,25 +152,59 @@ def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Dev
 
     Raises:
         ValueError: If the heads do not divide, or nothing fits the device.
+        UnsupportedModel: If there is no kernel of this head_dim.
     """
-    group = shape.group
-    rows = group * shape.n_queries
+    if shape.n_queries > MOST_STEP_TOKENS:
+        return plan_prefill(shape, widths, dtype, device)
+    return plan_decode(shape, widths, dtype, device)
+
+
+def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device) -> DecodePlan:
+    """The launch of a step; see `plan_attention`.
+
+    Raises:
+        ValueError: If the heads do not divide, or nothing fits the device.
+        UnsupportedModel: If there is no kernel of this head_dim.
+    """
+    rows = shape.group * shape.n_queries
     kernel = device.decode_kernel(widths, shape.head_dim, dtype, rows)
-    row_blocks = -(-rows // kernel.rows)
-    blocks = shape.n_kv_heads * row_blocks
-    chunk = _chunk(shape, shape.batch * blocks, kernel, device)
-    n_splits = max(1, -(-shape.n_tokens // chunk))
-    grid = n_splits, blocks, shape.batch
-    return Plan(kernel, group, row_blocks, n_splits, chunk, grid)
-
-
-def _chunk(shape: Shape, n_blocks: int, kernel: DecodeKernel, device: Device) -> int:
-    """Tokens of a split: as few splits as give every processor of the device a block."""
-    splits = max(1, round(device.n_processors / n_blocks))
+    splits = max(1, round(device.n_processors / _n_blocks(shape, kernel.rows)))
     tokens = -(-shape.n_tokens // splits)
     if shape.ragged:
         tokens = min(tokens, RAGGED_CHUNK)
-    return max(LEAST_CHUNK, -(-tokens // kernel.tile) * kernel.tile)
+    return _in_splits(shape, kernel, kernel.rows, _chunk(tokens, kernel.tile))
+
+
+def plan_prefill(
+    shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device
+) -> PrefillPlan:
+    """The launch of a prompt; see `plan_attention`.
+
+    Raises:
+        ValueError: If the heads do not divide, or nothing fits the device.
+        UnsupportedModel: If there is no kernel of this head_dim.
+    """
+    kernel = device.prefill_kernel(widths, shape.head_dim, dtype)
+    # Blocks take long: one more than there are processors would double the time.
+    splits = max(1, device.n_processors // _n_blocks(shape, kernel.rows))
+    chunk = _chunk(-(-shape.n_tokens // splits), kernel.tile)
+    return _in_splits(shape, kernel, kernel.rows, chunk)
+
+
+def _n_blocks(shape: Shape, rows: int) -> int:
+    """Blocks of one split, if a block takes so many query rows."""
+    return shape.batch * shape.n_kv_heads * -(-shape.group * shape.n_queries // rows)
+
+
+def _chunk(tokens: int, tile: int) -> int:
+    return max(LEAST_CHUNK, -(-tokens // tile) * tile)
+
+
+def _in_splits(shape: Shape, kernel: _AnyKernel, rows: int, chunk: int) -> Plan[_AnyKernel]:
+    n_splits = max(1, -(-shape.n_tokens // chunk))
+    blocks = _n_blocks(shape, rows) // shape.batch
+    row_blocks, grid = blocks // shape.n_kv_heads, (n_splits, blocks, shape.batch)
+    return Plan(kernel, shape.group, row_blocks, n_splits, chunk, grid)
 
 
 def _at_most(known: dict[int, int], capability: int) -> int:

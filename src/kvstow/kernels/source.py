@@ -13,7 +13,11 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from kvstow.kernels.specialise import DecodeKernel, Kernel
+from kvstow.kernels.prefill import PrefillKernel
+from kvstow.kernels.specialise import EncodeKernel, Kernel
+
+# Whatever is compiled.
+AnyKernel = Kernel | PrefillKernel
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _COMMENT = re.compile(r"^//.*\n|  //.*$", re.MULTILINE)
@@ -47,12 +51,12 @@ def digest(file_name: str) -> str:
     return hashlib.sha256(cuda_header(file_name).encode()).hexdigest()[:8]
 
 
-def cuda_program(kernel: Kernel) -> str:
+def cuda_program(kernel: AnyKernel) -> str:
     """A program with one ``extern "C"`` kernel of the name `Kernel.name`.
 
     It takes one argument by value: the ``DecodeArgs`` or ``EncodeArgs`` of its header.
     """
-    args = "DecodeArgs" if isinstance(kernel, DecodeKernel) else "EncodeArgs"
+    args = "EncodeArgs" if isinstance(kernel, EncodeKernel) else "DecodeArgs"
     return f"""{cuda_header(kernel.file_name)}
 {kernel.checks}
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks})

@@ -23,7 +23,13 @@ from kvstow.attention.window import PackedWindow
 
 
 class Owner:
-    """Whoever needs the replacement; one that is gone needs it no longer."""
+    """Whoever needs the replacement; one that is gone needs it no longer.
+
+    Attributes:
+        prompts: Whether it asked for kernels for prompts too, which all get while it is there.
+    """
+
+    prompts: bool = False
 
 
 _original = base.quantized_scaled_dot_product_attention
@@ -105,7 +111,8 @@ def attention(
         _seen.n_windows = windows_seen() + 1
         if (heads := getattr(_seen, "heads", None)) is not None:
             heads.add(Heads.of(queries, q_keys))
-        return attend(queries, q_keys, scale=scale, mask=mask)
+        prompts = any(owner.prompts for owner in _owners)
+        return attend(queries, q_keys, scale=scale, mask=mask, prompts=prompts)
     if isinstance(q_keys, mx.array):
         return mx.fast.scaled_dot_product_attention(
             queries, q_keys, q_values, scale=scale, mask=mask

@@ -11,13 +11,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
-from kvstow.attention.fused import MOST_QUERY_TOKENS
 from kvstow.attention.masks import Sight, remember
 
 
 def known(mask: Any, sight: Sight | None) -> Any:
-    """`mask`, remembered if it is an array, few queries need it, and its meaning is known."""
-    if isinstance(mask, mx.array) and sight and sight.n_queries <= MOST_QUERY_TOKENS:
+    """`mask`, remembered if it is an array and its meaning is known."""
+    if isinstance(mask, mx.array) and sight:
         return remember(mask, sight)
     return mask
 

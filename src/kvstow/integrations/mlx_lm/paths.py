@@ -21,6 +21,7 @@ from kvstow.integrations.mlx_lm.rotating import (
     FusedRotatingKVCache,
     PackedRotatingKVCache,
 )
+from kvstow.kernels.plan import MOST_STEP_TOKENS
 from kvstow.scheme import Affine, Scheme, Turbo
 
 NewCaches = Callable[[], list[Any]]
@@ -31,10 +32,9 @@ _SLIDING = {
     "fused": FusedRotatingKVCache,
 }
 HOOKED = frozenset({"deferred", "fused"})  # paths through `deferred.attention`
-FALLBACK = (
-    f"steps of up to {fused.MOST_QUERY_TOKENS} tokens; deferred: longer ones, and masks given as "
-    "arrays that say more than where rows and windows begin"
-)
+_OTHER_MASKS = "masks given as arrays that say more than where rows and windows begin"
+FALLBACK = f"steps of up to {MOST_STEP_TOKENS} tokens; deferred: longer ones, and {_OTHER_MASKS}"
+FALLBACK_ASKED = f"all steps that have kernels; deferred: {_OTHER_MASKS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ def _hooked(
     warnings = tuple(dict.fromkeys(outcome.warning for outcome in failed.values()))
     if len(failed) == len(turbo):
         return Paths("deferred", next(iter(reasons.values())), layers, reasons, warnings)
-    return Paths("fused", FALLBACK, layers, reasons, warnings)
+    said = FALLBACK_ASKED if fetch == "fused" else FALLBACK
+    return Paths("fused", said, layers, reasons, warnings)
 
 
 def _failed(

@@ -59,6 +59,13 @@ KVSTOW_INLINE u32 multiply_halves(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// Both halves brought within float16's finite range; NaN stays.
+KVSTOW_INLINE u32 finite_halves(u32 pair) {
+  u32 d;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(pair), "r"(0x7BFF7BFFu));
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(d), "r"(0xFBFFFBFFu));
+  return d;
+}
 KVSTOW_INLINE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -121,6 +128,9 @@ KVSTOW_INLINE float load_float(u32 at) { return __uint_as_float(load32(at)); }
 KVSTOW_INLINE void store32(u32 at, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v)); }
 KVSTOW_INLINE void store8(u32 at, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(v)); }
 KVSTOW_INLINE void store_float(u32 at, float v) { store32(at, __float_as_uint(v)); }
+KVSTOW_INLINE void store128(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d));
+}
 
 // ---- asynchronous copies from global to shared memory --------------------------------------------
 
@@ -149,6 +159,11 @@ KVSTOW_INLINE void wait_for_all_but() {  // the last N groups of copies
 // Four 8 x 8 tiles of 16-bit elements; lane i gives the address of row i of the four in a column.
 KVSTOW_INLINE void load_tiles(u32 row, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
+}
+KVSTOW_INLINE void load_tiles_transposed(u32 row, u32 (&r)[4]) {  // each of the four for itself
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
 }

@@ -1,0 +1,74 @@
+// Attention of many queries, a chunk of a prompt, over a packed cache.
+//
+// A block takes one KV head of one row of the batch, ROWS query rows, and one split of the tokens. A tile of
+// tokens is decoded to shared memory once for all of them, which is what makes it worth it: its bytes
+// are read from the cache packed, and nothing is decoded to global memory.
+//
+//   copy      a tile's packed bytes, each warp its own tokens                 tile_ring.cuh
+//   decode    the tile after next, each warp its own tokens, to float16       prefill_decode.cuh
+//   attend    to this tile, each warp its own 16 query rows                   prefill_rows.cuh
+//
+// There are two decoded tiles, and one barrier for each. Between two barriers half of the warps attend
+// first and the others decode first, so that matrix units and the rest are busy at the same time.
+#pragma once
+#include "prefill_rows.cuh"
+#include "tile_ring.cuh"
+namespace kvstow {
+
+template <class S>
+KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, WarpRows<S>& own, u32 shared,
+                              u64 plane_row, int begin, int end) {
+  const int warp = threadIdx.x >> 5;
+  const u32 own_ring = shared + S::AT_RING + warp * (S::Ring::STAGES * S::Ring::STAGE_BYTES);
+  TileRing<typename S::Ring> ring(args, plane_row, own_ring, begin + warp * S::OWN, rows.any_low, rows.any_high, end);
+  Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
+  __syncthreads();
+  const Codebook<S::VALUE_BITS> codebook(args, shared + S::AT_TABLE);
+
+  u32 stage = ring.last, full = shared + S::AT_HALVES, empty = full + S::HALVES_BYTES;
+  const auto decode_next = [&](u32 to, int tile) {
+    ring.advance();
+    stage = ring.after(stage);
+    decode_own_tokens<S>(stage, to, codebook, tile, end);
+  };
+  decode_next(full, begin);
+  __syncthreads();
+  KVSTOW_ROLLED
+  for (int tile = begin; tile < end; tile += S::TILE) {
+    KVSTOW_ROLLED
+    for (int phase = 0; phase < 2; ++phase) {
+      if ((phase ^ warp >> 2) & 1) {
+        if (tile + S::TILE < end) decode_next(empty, tile + S::TILE);
+      } else {
+        KVSTOW_ROLLED
+        for (int at = 0; at < S::TILE; at += S::AT_ONCE) {
+          const u32 keys = full + at * S::ROW_BYTES;
+          own.take(keys, keys + S::TILE * S::ROW_BYTES, tile + at);
+        }
+      }
+    }
+    __syncthreads();
+    const u32 other = full;
+    full = empty, empty = other;
+  }
+}
+
+// Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
+template <class S, Dtype T>
+KVSTOW_INLINE void prefill_attention(const DecodeArgs& args, char* shared_bytes) {
+  const int split = blockIdx.x, b = blockIdx.z;
+  const int head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks;
+  const BlockRows<S> rows(args, b, row_block);
+  if (split >= rows.splits(args)) return;
+  const u32 shared = shared_address(shared_bytes);
+  const int begin = rows.first_tile() + split * args.chunk, end = least(rows.any_high, begin + args.chunk);
+  WarpRows<S> own;
+  own.template read<T>(args, rows, shared, b, head);
+  if (begin < end) take_tiles(args, rows, own, shared, (u64)b * args.n_kv_heads + head, begin, end);
+  own.conclude();
+  if (args.n_splits == 1) return own.template write<T>(args, rows, b, head);
+  own.write_part(args, rows, b, head, split);
+  finish<S, T>(args, rows, shared_bytes, b, head, row_block);
+}
+
+}  // namespace kvstow
