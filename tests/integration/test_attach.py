@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import threading
 import weakref
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ tiny = pytest.importorskip("tests.integration.tiny")
 
 pytestmark = pytest.mark.mlx
 ORIGINAL = base.quantized_scaled_dot_product_attention
+ORIGINAL_WITH_SINKS = base.scaled_dot_product_attention
 DeferredKVCache, PackedKVCache = integration.DeferredKVCache, integration.PackedKVCache
 attachment = integration.attachment
 OURS = {
@@ -50,7 +52,7 @@ EXPECTED = {
     "gemma3_text": ("deferred", [0, 1], {}),
     "gemma4_text": ("eager", [0, 1, 2, 3, 4], {}),
     "gpt2": ("deferred", [0, 1], {}),
-    "gpt_oss": ("eager", [0, 1], {}),
+    "gpt_oss": ("deferred", [0, 1], {}),  # attention sinks
     "jamba": ("deferred", [1], {RECURRENT: [0]}),
     "llama": ("deferred", [0, 1], {}),
     "llama-7": ("deferred", [0, 1], {}),
@@ -143,7 +145,6 @@ def test_the_report_says_what_is_quantised_how_and_why_the_rest_is_not(name):
     [
         ("gemma2", "expand_dims"),
         ("gemma4_text", "scaled_dot_product_attention"),
-        ("gpt_oss", "does not support attention sinks"),
         ("stablelm", "has no attribute 'astype'"),
     ],
 )
@@ -465,7 +466,11 @@ def test_attach_computes_nothing_and_leaves_nothing_behind():
 
 
 def is_ours():
-    return base.quantized_scaled_dot_product_attention is not ORIGINAL
+    """Whether mlx-lm's functions are replaced: both, or neither."""
+    ours = base.quantized_scaled_dot_product_attention is not ORIGINAL
+    for module in (base, importlib.import_module("mlx_lm.models.gpt_oss")):
+        assert (module.scaled_dot_product_attention is not ORIGINAL_WITH_SINKS) == ours
+    return ours
 
 
 def test_the_global_is_replaced_by_the_first_attach_and_restored_by_the_last_detach():
@@ -488,7 +493,7 @@ def test_the_global_is_replaced_by_the_first_attach_and_restored_by_the_last_det
         ("llama", {"scheme": "turbo", "fetch": "eager"}),
         ("llama", {"scheme": "affine:8"}),
         ("llama", {"scheme": "off"}),
-        ("gpt_oss", {"scheme": "turbo"}),
+        ("stablelm", {"scheme": "turbo"}),
     ],
 )
 def test_the_global_stays_where_nothing_is_deferred(name, options):
@@ -575,7 +580,7 @@ REFUSED = [
     ("gemma2", "affine:8", "auto", "does not run on affine:8 caches"),
     ("llama", "affine:8", "eager", "fetch 'eager' is an option of turbo, the scheme is affine:8"),
     ("llama", "affine:8", "deferred", "fetch 'deferred' is an option of turbo"),
-    ("gpt_oss", "turbo", "deferred", "attention sinks"),
+    ("gemma2", "turbo", "deferred", "expand_dims"),
 ]
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -82,6 +83,7 @@ def attend(
     *,
     scale: float,
     mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
     prompts: bool = False,
 ) -> mx.array:
     """See `reference.attend`; by the kernel where `window` is marked for it and it can.
@@ -89,9 +91,10 @@ def attend(
     `prompts` says that a step of more than `MOST_STEP_TOKENS` goes to a kernel too: it is not
     known whether that is faster.
     """
+    how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     if not window.fused:
-        return attend_deferred(queries, window, scale=scale, mask=mask)
-    call = plan_call(queries, window, scale=scale, mask=mask, prompts=prompts)
+        return attend_deferred(queries, window, **how)
+    call = plan_call(queries, window, **how, prompts=prompts)
     if isinstance(call, Call):
         try:
             output = kernels.attend(
@@ -104,7 +107,7 @@ def attend(
             _count(KERNEL)
             return output
     _count(call)
-    return attend_deferred(queries, window, scale=scale, mask=mask)
+    return attend_deferred(queries, window, **how)
 
 
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
@@ -131,6 +134,7 @@ def plan_call(
     *,
     scale: float,
     mask: mx.array | str | None,
+    sinks: mx.array | None = None,
     prompts: bool = False,
 ) -> Call | str:
     """The kernel's call for a step, or why there is none."""
@@ -146,13 +150,14 @@ def plan_call(
     if sight is None or (sight.starts is not None and sight.starts.shape != (b,)):
         return "a mask that says more than where rows and windows begin"
     widths = window.scheme.key_bits, window.scheme.value_bits
-    name, ragged = dtype_name(queries.dtype), sight.starts is not None
-    task: Task = AttendTask(*widths, d, name, hq // h, n_queries, ragged)
+    name = dtype_name(queries.dtype)
+    kind: dict[str, bool] = {"ragged": sight.starts is not None, "sinks": sinks is not None}
+    task: Task = AttendTask(*widths, d, name, hq // h, n_queries, **kind)
     if n_queries > MOST_STEP_TOKENS:
-        task = PrefillTask(*widths, d, name, ragged)
+        task = PrefillTask(*widths, d, name, **kind)
     if why := _why_unchecked(task):
         return why
-    scores = kernels.Scores(float(scale), sight.window)
+    scores = kernels.Scores(float(scale), sight.window, sinks)
     if sight.starts is None:
         return Call(sight.n_tokens, scores)
     starts = sight.starts.astype(mx.int32)

@@ -51,8 +51,9 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
     if task.ragged:
         lengths = np.full(len(starts), N_TOKENS, np.int32)
         tokens = kernels.Rows(mx.array(starts), mx.array(lengths), N_TOKENS)
+    sinks = rng.normal(0, 3, shape[1]).astype(np.float32) if task.sinks else None
     for window in WINDOWS:
-        scores = kernels.Scores(d**-0.5, window)
+        scores = kernels.Scores(d**-0.5, window, None if sinks is None else mx.array(sinks))
         made = kernels.attend(queries, poisoned, tokens, scheme, scores)
         want = reference.attend(
             _floats(queries),
@@ -60,6 +61,7 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
             scheme=scheme,
             scale=d**-0.5,
             mask=_mask(n_queries, starts, window),
+            sinks=sinks,
         )
         error = float(np.linalg.norm(_floats(made) - want) / np.linalg.norm(want))
         if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too

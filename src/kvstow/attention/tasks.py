@@ -20,6 +20,7 @@ class AttendTask:
         group: Query heads of a KV head.
         n_queries: Query tokens.
         ragged: Whether rows begin at tokens of their own.
+        sinks: Whether there are attention sinks.
     """
 
     key_bits: int
@@ -29,6 +30,7 @@ class AttendTask:
     group: int
     n_queries: int
     ragged: bool
+    sinks: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled: other tasks may share it.
@@ -38,7 +40,7 @@ class AttendTask:
         """
         widths, rows = (self.key_bits, self.value_bits), self.group * self.n_queries
         kernel = device.decode_kernel(widths, self.head_dim, _dtype(self.dtype), rows)
-        return kernel.name + ("_ragged" if self.ragged else "")
+        return kernel.name + _suffixes(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class PrefillTask:
         head_dim: Elements of a key and of a value.
         dtype: Of the queries.
         ragged: Whether rows begin at tokens of their own.
+        sinks: Whether there are attention sinks.
     """
 
     key_bits: int
@@ -58,6 +61,7 @@ class PrefillTask:
     head_dim: int
     dtype: str
     ragged: bool
+    sinks: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled.
@@ -68,7 +72,7 @@ class PrefillTask:
         """
         widths = self.key_bits, self.value_bits
         kernel = device.prefill_kernel(widths, self.head_dim, _dtype(self.dtype))
-        return kernel.name + ("_ragged" if self.ragged else "")
+        return kernel.name + _suffixes(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,10 @@ def from_dict(fields: dict[str, Any]) -> Task:
     """
     given = dict(fields)
     return _OPS[given.pop("op")](**given)
+
+
+def _suffixes(task: AttendTask | PrefillTask) -> str:
+    return ("_ragged" if task.ragged else "") + ("_sinks" if task.sinks else "")
 
 
 def _dtype(name: str) -> Dtype:

@@ -68,11 +68,11 @@ def sample() -> list[Task]:
     tasks: list[Task] = []
     for i, (head_dim, pair) in enumerate(product(HEAD_DIMS, PAIRS)):
         dtype, several, searched = DTYPES[i % 3], i % 4 == 1, i % 2 == 0
-        n_queries = 4 if several else 1
-        tasks.append(AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged=i % 2 == 1))
+        n_queries, ragged, sinks = 4 if several else 1, i % 2 == 1, i % 4 >= 2
+        tasks.append(AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged, sinks))
         tasks.append(EncodeTask(*pair, head_dim, dtype, searched))
         if head_dim in prefill.HEAD_DIMS and backend.name() == "cuda":
-            tasks.append(PrefillTask(*pair, head_dim, dtype, ragged=several))
+            tasks.append(PrefillTask(*pair, head_dim, dtype, several, sinks))
     return tasks
 
 

@@ -1,4 +1,4 @@
-"""The one function of mlx-lm that deferred fetching replaces, while it is needed.
+"""The functions of mlx-lm that deferred fetching replaces, while it is needed.
 
 `base.scaled_dot_product_attention` sends every layer whose cache has ``bits``
 to `base.quantized_scaled_dot_product_attention`, which it looks up as a global
@@ -6,8 +6,12 @@ of its module. Assigning that global reaches every model that uses mlx-lm's own
 attention. Ours takes packed windows (by a kernel where one is for them), passes
 exact keys and values (a row's first append) to the fast attention, and
 everything else to the original.
+
+Attention sinks it refuses there, so that it is replaced itself, too, in every module of
+mlx-lm's models that has it: only calls with sinks are not handed on as they are.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +37,8 @@ class Owner:
 
 
 _original = base.quantized_scaled_dot_product_attention
+_original_with_sinks = base.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
 _owners: WeakSet[Owner] = WeakSet()
 _lock = Lock()
 _seen = local()  # a probe counts the windows of its own thread
@@ -43,6 +49,7 @@ def install(owner: Owner) -> None:
     with _lock:
         _owners.add(owner)
         base.quantized_scaled_dot_product_attention = attention  # type: ignore[assignment]
+        _put(with_sinks, in_the_place_of=_original_with_sinks)
 
 
 def remove(owner: Owner) -> None:
@@ -51,6 +58,7 @@ def remove(owner: Owner) -> None:
         _owners.discard(owner)
         if not _owners:
             base.quantized_scaled_dot_product_attention = _original
+            _put(_original_with_sinks, in_the_place_of=with_sinks)
 
 
 def is_installed() -> bool:
@@ -84,13 +92,14 @@ class Heads:
     n_kv_heads: int
     n_heads: int
     dtype: str
+    sinks: bool
 
     @classmethod
-    def of(cls, queries: mx.array, window: PackedWindow) -> "Heads":
+    def of(cls, queries: mx.array, window: PackedWindow, *, sinks: bool) -> "Heads":
         """Of one call."""
         scheme, n_kv_heads = window.scheme, int(window.keys.scales.shape[1])
         widths = scheme.key_bits, scheme.value_bits, window.head_dim
-        return cls(*widths, n_kv_heads, queries.shape[1], dtype_name(queries.dtype))
+        return cls(*widths, n_kv_heads, queries.shape[1], dtype_name(queries.dtype), sinks)
 
 
 @contextmanager
@@ -103,18 +112,57 @@ def heads_seen() -> Iterator[set[Heads]]:
         _seen.heads = None
 
 
+def with_sinks(  # noqa: PLR0913  mlx-lm's own signature
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention, with sinks over packed windows too."""
+    if sinks is None or not hasattr(cache, "bits"):
+        return _original_with_sinks(queries, keys, values, cache, scale, mask, sinks)
+    if isinstance(keys, PackedWindow):
+        return _of_window(queries, keys, scale=scale, mask=mask, sinks=sinks)
+    if isinstance(keys, mx.array):
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    return _original_with_sinks(queries, keys, values, cache, scale, mask, sinks)
+
+
 def attention(
     queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, **affine: int
 ) -> mx.array:
     """mlx-lm's quantised attention, for packed windows too."""
     if isinstance(q_keys, PackedWindow):
-        _seen.n_windows = windows_seen() + 1
-        if (heads := getattr(_seen, "heads", None)) is not None:
-            heads.add(Heads.of(queries, q_keys))
-        prompts = any(owner.prompts for owner in _owners)
-        return attend(queries, q_keys, scale=scale, mask=mask, prompts=prompts)
+        return _of_window(queries, q_keys, scale=scale, mask=mask)
     if isinstance(q_keys, mx.array):
         return mx.fast.scaled_dot_product_attention(
             queries, q_keys, q_values, scale=scale, mask=mask
         )
     return _original(queries, q_keys, q_values, scale=scale, mask=mask, **affine)
+
+
+def _of_window(
+    queries: mx.array,
+    window: PackedWindow,
+    *,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    _seen.n_windows = windows_seen() + 1
+    if (heads := getattr(_seen, "heads", None)) is not None:
+        heads.add(Heads.of(queries, window, sinks=sinks is not None))
+    prompts = any(owner.prompts for owner in _owners)
+    return attend(queries, window, scale=scale, mask=mask, sinks=sinks, prompts=prompts)
+
+
+def _put(function: Any, *, in_the_place_of: Any) -> None:
+    """Change a function in mlx-lm's modules, which import it by its name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and vars(module).get(_NAME) is in_the_place_of:
+            setattr(module, _NAME, function)

@@ -143,13 +143,13 @@ def _failed(
     """The first kernel of a layer that did not pass, for steps of one token."""
     widths = scheme.key_bits, scheme.value_bits, shape.key_dim
     of_layer = sorted(
-        (h.n_heads // h.n_kv_heads, h.dtype)
+        (h.n_heads // h.n_kv_heads, h.dtype, h.sinks)
         for h in heads
         if (h.key_bits, h.value_bits, h.head_dim) == widths and h.n_kv_heads == shape.n_kv_heads
     )
     tasks: list[Task] = []
-    for group, dtype in of_layer:
-        tasks.append(AttendTask(*widths, dtype, group, 1, ragged=False))
+    for group, dtype, sinks in of_layer:
+        tasks.append(AttendTask(*widths, dtype, group, 1, ragged=False, sinks=sinks))
         tasks.append(EncodeTask(*widths, dtype, scheme.search))
     outcomes = map(selfcheck.outcome, tasks)
     return next((outcome for outcome in outcomes if not outcome.passed), None)
