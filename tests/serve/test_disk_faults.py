@@ -11,7 +11,6 @@ import pytest
 
 from kvstow.errors import KvstowWarning
 from kvstow.serve.options import PrefixFiles
-from tests.serve.conftest import until
 
 pytestmark = pytest.mark.mlx
 LENGTH = 300  # tokens of a prompt
@@ -31,8 +30,8 @@ def cached(it, i):
 
 def forget(it):
     """Leave files alone as the place where prompts are."""
+    it.settled()
     it.server._disk.flush()
-    until(it.is_idle)
     it.engine.prompt_cache.trim_to(n_sequences=0)
 
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 
 from kvstow.serve.options import PrefixFiles
-from tests.serve.conftest import until
 
 for package in ("mlx_lm", "openai", "uvicorn"):
     pytest.importorskip(package)
@@ -26,7 +25,7 @@ N_CLIENTS = 32
 
 def active_bytes(it):
     """What mlx holds once nothing is kept of any prompt."""
-    until(it.is_idle)
+    it.settled()
     it.engine.prompt_cache.trim_to(n_sequences=0)  # nothing runs
     gc.collect()
     return mx.get_active_memory()
