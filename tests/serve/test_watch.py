@@ -79,7 +79,7 @@ def held(server):
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k4v3+start100", "affine:8", "off"])
 @pytest.mark.parametrize("ask", [{}, ALONE], ids=["batch", "alone"])
 def test_what_is_in_flight_is_what_usage_says_at_every_step(tiny, scheme, ask):
-    with serving(tiny, scheme, context=20_000) as it:
+    with serving(tiny, scheme, context=20_000, prefill_step_size=16) as it:
         looks = Looks(it.engine.watch)
         asks = [
             {"prompt": "x" * n, "max_tokens": 40, "logit_bias": ENDLESS} | ask for n in (5, 60, 300)
@@ -96,6 +96,7 @@ def test_what_is_in_flight_is_what_usage_says_at_every_step(tiny, scheme, ask):
         assert len(looks.pairs) > 40
         assert [pair for pair in looks.pairs if pair[0] != pair[1]] == []
         assert any(w.decoding > 1 for w in looks.works) == is_batch
+        assert any(w.reading_prompts for w in looks.works) == is_batch
         assert any(w.alone for w in looks.works) != is_batch
         assert looks.threads == {it.engine._generation_thread.ident}
 
@@ -157,6 +158,7 @@ def test_caches_end_with_the_engine_that_made_them(tiny):
     """mlx aborts the program if the last arrays of a thread's stream outlive it."""
     with serving(tiny) as it:
         it.post("/v1/completions", prompt="abc")
+        it.settled()
         kept = it.engine.prompt_cache
         entry = weakref.ref(kept._trie.get(*kept._lru._lrus["assistant"][0]))
         del kept
