@@ -1,6 +1,10 @@
 """The real program, on tiny models that it loads from real files."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +55,33 @@ def cli(tiny, monkeypatch):
     monkeypatch.setenv("KVSTOW_CACHE", str(tiny.cache))
     yield lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
     assert base.quantized_scaled_dot_product_attention is before
+
+
+@pytest.fixture
+def program(tiny):
+    """Start ``kvstow serve`` on a free port; ``lines`` is what it said until it was ready."""
+    started = []
+
+    def start(*args, **env):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvstow", "serve", "--port", "0", *map(str, args)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"KVSTOW_CACHE": str(tiny.cache)} | env,
+        )
+        started.append(process)
+        process.lines = []
+        for line in process.stderr:
+            process.lines.append(line)
+            if found := re.search(r"at (http://\S+)/v1", line):
+                process.url = found[1]
+                return process
+        raise AssertionError("".join(process.lines))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

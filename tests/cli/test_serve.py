@@ -1,10 +1,8 @@
 """The program itself, from its options to its exit code."""
 
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,33 +17,6 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.mlx
-
-
-@pytest.fixture
-def program(tiny):
-    """Start ``kvstow serve`` on a free port; ``lines`` is what it said until it was ready."""
-    started = []
-
-    def start(*args, **env):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvstow", "serve", "--port", "0", *map(str, args)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"KVSTOW_CACHE": str(tiny.cache)} | env,
-        )
-        started.append(process)
-        process.lines = []
-        for line in process.stderr:
-            process.lines.append(line)
-            if found := re.search(r"at (http://\S+)/v1", line):
-                process.url = found[1]
-                return process
-        raise AssertionError("".join(process.lines))
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def ask(process, key="none", **more):
