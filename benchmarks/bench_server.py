@@ -78,12 +78,13 @@ def command(name: str, model: str, dtype: str, port: int) -> list[str]:
 
 
 @contextmanager
-def running(name: str, options: argparse.Namespace) -> Iterator[Server]:
+def running(name: str, model: str, dtype: str, *more: str) -> Iterator[Server]:
+    """A server that is ready; `more` are options of ours."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        command(name, options.model, options.dtype, port),
+        [*command(name, model, dtype, port), *more],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -171,7 +172,8 @@ def main() -> None:
     options = parser.parse_args()
     texts = prompts(options.requests * (options.rounds + 1), options.prompt_chars)
     with ExitStack() as stack:
-        servers = [stack.enter_context(running(name, options)) for name in options.servers]
+        about = options.model, options.dtype
+        servers = [stack.enter_context(running(name, *about)) for name in options.servers]
         for _ in range(options.rounds + 1):
             some, texts = texts[: options.requests], texts[options.requests :]
             for server in servers:
