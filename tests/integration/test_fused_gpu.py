@@ -52,6 +52,17 @@ def test_logits_are_near_those_of_deferred_and_the_kernels_have_made_them(name, 
     np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGITS[dtype])
 
 
+@pytest.mark.skipif(kernels.name() != "cuda", reason="no other kernels are for prompts")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_go_to_a_kernel_where_fused_was_asked_for(dtype):
+    model = tiny.build("llama", dtype=getattr(mx, dtype))
+    with kvstow.attached(model, "turbo", fetch="fused"):
+        before = fused.counts()
+        run(model)
+    counted = fused.counts() - before
+    assert list(counted) == ["kernel"]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_batch_of_ragged_rows_is_near_deferred(name):
     model = tiny.build(name)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow.codec import reference
+from kvstow.kernels import prefill
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 
 mx = pytest.importorskip("mlx.core")
@@ -106,6 +107,24 @@ def test_attention_equals_the_definition_for_every_width(rng, pair, head_dim):
 @pytest.mark.parametrize("step", [(1, 1), (1, 8), (2, 5), (5, 1), (7, 3), (8, 1), (15, 1), (16, 8)])
 def test_query_tokens_of_a_step_see_only_the_past(rng, head_dim, dtype, step):
     check(rng, head_dim, Turbo(8, 3), dtype, step=step)
+
+
+ON_CUDA = pytest.mark.skipif(kernels.name() != "cuda", reason="no other kernels are for prompts")
+
+
+@ON_CUDA
+@pytest.mark.parametrize("head_dim", prefill.HEAD_DIMS)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_prompt_equals_the_definition_for_every_width(rng, pair, head_dim):
+    check(rng, head_dim, Turbo(*pair), FLOATS[sum(pair) % 3], step=(3, 61))
+
+
+@ON_CUDA
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("step", [(1, 9), (4, 130), (5, 32), (16, 300)])
+def test_query_tokens_of_a_prompt_see_only_the_past_and_a_window(rng, dtype, step, window):
+    check(rng, 128, Turbo(8, 3), dtype, step=step, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 16, 37, 300, 4000])
