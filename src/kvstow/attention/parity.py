@@ -1,5 +1,7 @@
 """What a kernel computes against the definition, on a small input of every kind."""
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 
@@ -16,8 +18,8 @@ TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 4e-3}
 N_KV_HEADS, N_TOKENS, CAPACITY = 2, 700, 768  # several splits, the last one cut
 STARTS = (0, 37, 600)
 WINDOWS = (0, 50)
-# Of a prompt: enough rows for several blocks, the last one cut.
-PROMPT_HEADS, PROMPT_QUERIES = 3, 61
+# Of a prompt: enough rows for several blocks, the last one cut; and tokens that are not split.
+PROMPT_HEADS, PROMPT_QUERIES, UNSPLIT = 3, 61, 200
 N_VECTORS = 64
 PLANES = ("key codes", "key scales", "key zeros", "value codes", "value scales")
 
@@ -47,23 +49,25 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
     shape = (len(starts), N_KV_HEADS * group, n_queries, d)
     queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
     queries = queries.astype(getattr(mx, task.dtype))
-    tokens: int | kernels.Rows = N_TOKENS
-    if task.ragged:
-        lengths = np.full(len(starts), N_TOKENS, np.int32)
-        tokens = kernels.Rows(mx.array(starts), mx.array(lengths), N_TOKENS)
     sinks = rng.normal(0, 3, shape[1]).astype(np.float32) if task.sinks else None
-    for window in WINDOWS:
+    for n_tokens, window in product((N_TOKENS,) if step else (N_TOKENS, UNSPLIT), WINDOWS):
         scores = kernels.Scores(d**-0.5, window, None if sinks is None else mx.array(sinks))
-        made = kernels.attend(queries, poisoned, tokens, scheme, scores)
-        want = reference.attend(
-            _floats(queries),
-            *planes,
-            scheme=scheme,
-            scale=d**-0.5,
-            mask=_mask(n_queries, starts, window),
-            sinks=sinks,
-        )
-        error = float(np.linalg.norm(_floats(made) - want) / np.linalg.norm(want))
+        tokens: int | kernels.Rows = n_tokens
+        if task.ragged:
+            lengths = np.full(len(starts), n_tokens, np.int32)
+            tokens = kernels.Rows(mx.array(starts), mx.array(lengths), n_tokens)
+        made = _floats(kernels.attend(queries, poisoned, tokens, scheme, scores))
+        with np.errstate(invalid="ignore"):  # a row without tokens
+            want = reference.attend(
+                _floats(queries),
+                *_first(planes, n_tokens),
+                scheme=scheme,
+                scale=d**-0.5,
+                mask=_mask(n_queries, n_tokens, starts, window),
+                sinks=sinks,
+            )
+        want = np.nan_to_num(want)
+        error = float(np.linalg.norm(made - want) / np.linalg.norm(want))
         if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too
             said = f" with a window of {window}" if window else ""
             return f"attention{said} is off by {error:.1e}, allowed are {TOLERANCE[task.dtype]:.1e}"
@@ -73,7 +77,7 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
 def _planes(
     rng: np.random.Generator, scheme: Turbo, d: int, starts: np.ndarray
 ) -> tuple[tuple[PackedKeys, PackedValues], tuple[PackedKeys, PackedValues]]:
-    """Planes of `N_TOKENS` in numpy, and in MLX with room for more and noise outside the rows."""
+    """Planes in numpy, and in MLX with noise outside the rows."""
     shape = (len(starts), N_KV_HEADS, CAPACITY, d)
     x = (rng.standard_normal(shape) + rng.standard_normal(d)).astype(np.float32)
     y = rng.standard_normal(shape).astype(np.float32)
@@ -88,17 +92,23 @@ def _planes(
             noise = np.full_like(plane, np.nan)
         return mx.array(np.where(inside, plane, noise))
 
-    exact = (
-        PackedKeys(*(plane[:, :, :N_TOKENS] for plane in keys)),
-        PackedValues(*(plane[:, :, :N_TOKENS] for plane in values)),
+    return (keys, values), (PackedKeys(*map(poisoned, keys)), PackedValues(*map(poisoned, values)))
+
+
+def _first(
+    planes: tuple[PackedKeys, PackedValues], n_tokens: int
+) -> tuple[PackedKeys, PackedValues]:
+    keys, values = planes
+    return (
+        PackedKeys(*(plane[:, :, :n_tokens] for plane in keys)),
+        PackedValues(*(plane[:, :, :n_tokens] for plane in values)),
     )
-    return exact, (PackedKeys(*map(poisoned, keys)), PackedValues(*map(poisoned, values)))
 
 
-def _mask(n_queries: int, starts: np.ndarray, window: int) -> np.ndarray:
+def _mask(n_queries: int, n_tokens: int, starts: np.ndarray, window: int) -> np.ndarray:
     """Booleans ``(b, 1, l, t)``."""
-    at = np.arange(N_TOKENS)
-    own = at[N_TOKENS - n_queries :, None]
+    at = np.arange(n_tokens)
+    own = at[n_tokens - n_queries :, None]
     seen = (at <= own) & (at > own - window if window else True)
     return np.asarray(seen & (at >= starts[:, None, None]))[:, None]
 
