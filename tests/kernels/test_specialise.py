@@ -8,6 +8,7 @@ from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
 from kvstow.kernels.metal_plan import MetalDevice
 from kvstow.kernels.plan import Device, Shape, plan_attention, plan_decode
+from kvstow.kernels.prefill import all_prefill_kernels
 from kvstow.kernels.source import cuda_header, cuda_program
 from kvstow.kernels.specialise import (
     MOST_ROW_QUADS,
@@ -89,6 +90,8 @@ def test_prompts_take_as_many_warps_as_shared_memory_has_room_for():
     ):
         kernel = Device.of(capability).prefill_kernel(pair, head_dim, "float16")
         assert kernel.rows == rows, (capability, head_dim, pair)
+    names = [kernel.name for kernel in all_prefill_kernels(SHARED_LIMITS[89])]
+    assert len(names) == len(set(names)) == 60 * 3 - 4 * 3
     with pytest.raises(ValueError, match="fits in 101376 bytes"):
         Device.of(89).prefill_kernel((2, 8), 256, "float16")
     with pytest.raises(UnsupportedModel, match="head_dim 64, 128, 256, got 512"):

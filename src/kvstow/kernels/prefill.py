@@ -4,7 +4,7 @@ Here too nothing knows a framework or a device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstow.codec.layout import check_keys, check_values
 from kvstow.errors import UnsupportedModel
@@ -114,11 +114,10 @@ def prefill_kernel(
     if head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedModel(f"prompts have kernels for head_dim {known}, got {head_dim}")
-    for warps in WARPS:
-        kernel = PrefillKernel(head_dim, key_bits, value_bits, dtype, warps)
-        if kernel.shared_bytes <= shared_limit:
-            return kernel
-    raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
+    kernel = _fitting(PrefillKernel(head_dim, key_bits, value_bits, dtype, WARPS[0]), shared_limit)
+    if kernel is None:
+        raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
+    return kernel
 
 
 def all_prefill_kernels(shared_limit: int) -> Iterator[PrefillKernel]:
@@ -127,4 +126,12 @@ def all_prefill_kernels(shared_limit: int) -> Iterator[PrefillKernel]:
         for key_bits in KEY_BITS:
             for value_bits in VALUE_BITS:
                 for dtype in DTYPES:
-                    yield prefill_kernel((key_bits, value_bits), head_dim, dtype, shared_limit)
+                    most = PrefillKernel(head_dim, key_bits, value_bits, dtype, WARPS[0])
+                    if kernel := _fitting(most, shared_limit):
+                        yield kernel
+
+
+def _fitting(most: PrefillKernel, shared_limit: int) -> PrefillKernel | None:
+    """With as many warps as fit."""
+    kernels = (replace(most, warps=warps) for warps in WARPS)
+    return next((kernel for kernel in kernels if kernel.shared_bytes <= shared_limit), None)
