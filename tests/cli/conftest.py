@@ -59,12 +59,16 @@ def cli(tiny, monkeypatch):
 
 @pytest.fixture
 def program(tiny):
-    """Start ``kvstow serve`` on a free port; ``lines`` is what it said until it was ready."""
+    """Start ``kvstow serve`` on a free port; ``lines`` is what it said until it was ready.
+
+    Where there is ``code``, it starts the program in the place of ``-m kvstow``.
+    """
     started = []
 
-    def start(*args, **env):
+    def start(*args, code=None, **env):
+        how = ["-m", "kvstow"] if code is None else ["-c", code]
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstow", "serve", "--port", "0", *map(str, args)],
+            [sys.executable, *how, "serve", "--port", "0", *map(str, args)],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"KVSTOW_CACHE": str(tiny.cache)} | env,

@@ -96,7 +96,7 @@ def test_what_cannot_be_served_is_refused_before_weights_load(
 ):
     provider = pytest.importorskip("kvstow.serve.provider")
     monkeypatch.setattr(provider, "load", lambda *_, **__: pytest.fail("weights are loaded"))
-    assert words in refused("serve", "--model", tiny.llama, *args, code=code)
+    assert words in refused("serve", "--model", tiny.llama, "--port", 0, *args, code=code)
 
 
 def test_a_model_that_a_scheme_cannot_store_is_refused_before_weights_load(directory, refused):
@@ -117,7 +117,9 @@ def test_a_port_in_use_is_one_line(tiny, refused):
 
 
 def test_other_machines_without_a_key_are_warned_of(tiny, cli):
-    result = cli("serve", "--model", tiny.llama, "--host", "0.0.0.0", "--kv-budget", "1kB")
+    result = cli(
+        "serve", "--model", tiny.llama, "--port", 0, "--host", "0.0.0.0", "--kv-budget", "1kB"
+    )
     assert "warning: --host 0.0.0.0 lets other machines ask" in result.stderr
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvstow.snapshot.prefixes import PrefixDirectory, files
 
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
@@ -105,3 +106,26 @@ def test_no_end_of_a_server_loses_a_prompt_that_is_on_disk(tiny, program, tmp_pa
     assert [cached(process, prompt) for prompt in clients.finished[-6:]] == [N_TOKENS - 1] * 6
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+BROKEN = """
+import sys
+from mlx_lm.generate import BatchGenerator
+from kvstow.cli import main
+def fails(_):
+    raise MemoryError("no more of it")
+BatchGenerator.next = fails
+main()
+"""
+
+
+def test_a_server_whose_engine_died_answers_errors_until_it_is_stopped_and_says_so(tiny, program):
+    process = program("--model", tiny.llama, code=BROKEN)
+    answer = httpx.post(f"{process.url}/v1/completions", json={"prompt": "abc"}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+    assert httpx.get(f"{process.url}/health").status_code == 503
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 1
+    assert process.stderr.read().splitlines()[-1] == (
+        "Error: the thread that generates died: MemoryError('no more of it')"
+    )

@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import categorical_sampling
 
 from kvstow.serve import connection
+from tests.serve import conftest
 from tests.serve.conftest import serving, until
 
 pytestmark = pytest.mark.mlx
@@ -251,6 +252,29 @@ def test_a_client_that_closes_its_half_has_gone(serve, tiny):
         client.shutdown(socket.SHUT_WR)
         assert everything(client) == b""
         until(it.is_idle)
+
+
+def test_a_client_that_does_not_read_is_left(serve, tiny, monkeypatch):
+    listen = conftest.listen
+
+    def narrow(*address):
+        listener = listen(*address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(conftest, "listen", narrow)
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.3)
+    with serve(tiny, context=20_000) as it, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = it.url.removeprefix("http://").split(":")
+        client.connect((host, int(port)))
+        body = chat_body(
+            max_tokens=15_000, logit_bias=ENDLESS, stream=True, logprobs=True, top_logprobs=20
+        )
+        client.sendall(head(len(body)) + body)
+        until(lambda: it.gateway.n_running)
+        until(it.is_idle, 10)
+        assert answers(it)
 
 
 def test_idle_connections_are_in_nobodys_way(server):

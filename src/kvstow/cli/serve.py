@@ -16,7 +16,7 @@ from kvstow.cli import serve_options as options_of
 from kvstow.cli.console import say
 from kvstow.cli.fit import size_text
 from kvstow.cli.refuse import check_fetch, refuse
-from kvstow.errors import KvstowWarning, UnsupportedModel
+from kvstow.errors import KvstowError, KvstowWarning, UnsupportedModel
 from kvstow.integrations.report import Fetch
 from kvstow.models import ModelConfig, default_dtype, read_config, skeleton
 from kvstow.policy import Policy
@@ -81,13 +81,16 @@ def serve(
         say(use_fast_blas().notice)
         setup = _setup(config, how, {"model": model, "host": host, **options})
         address = listener.getsockname()[:2]
-        has_ended = server.Server(
+        running = server.Server(
             setup,
             drain_timeout_s=drain_timeout,
             on_ready=lambda service: _announce(service, setup, address),
-        ).run(listener)
+        )
+        has_ended = running.run(listener)
     if not has_ended:
         os._exit(0)  # Python itself would wait for the model
+    if (failure := running.service.engine.failure) is not None:
+        raise KvstowError(f"the thread that generates died: {failure!r}")
 
 
 def _check_key(host: str, options: Options) -> None:

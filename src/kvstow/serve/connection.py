@@ -1,49 +1,66 @@
-"""A connection: uvicorn's, which does not wait for ever for the head of a request."""
+"""A connection: uvicorn's, which does not wait for ever for what its client does not do."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
 
 
 class Connection(H11Protocol):
-    """Closed where no request has begun `HEAD_TIMEOUT_S` after it was made, or the last answered.
+    """Closed where its client is too slow; there are not many connections that can be held.
 
-    uvicorn only closes those that send nothing after an answer. Others would be held for ever,
-    and there are not many of them.
+    `HEAD_TIMEOUT_S` after it was made, or the last request answered, one has to have begun:
+    uvicorn itself only minds clients that send nothing after an answer. And for no longer than
+    `READ_TIMEOUT_S` more may wait to be read than fits between server and client.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
+    _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._await_head()
+        self._head = self._after(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler, self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
-        self._stop_waiting()
+        _cancel(self._head)
+        _cancel(self._unread)
 
     def handle_events(self) -> None:
         """See `H11Protocol`: a request is one of them."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            self._stop_waiting()
+            _cancel(self._head)
 
     def on_response_complete(self) -> None:
         """See `H11Protocol`: the next request may have come already."""
-        self._await_head()
+        self._head = self._after(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler, self._head)
         super().on_response_complete()
 
-    def _await_head(self) -> None:
-        self._stop_waiting()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`: much waits to be read."""
+        super().pause_writing()
+        self._unread = self._after(READ_TIMEOUT_S, self.transport.abort, self._unread)
 
-    def _stop_waiting(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().resume_writing()
+        _cancel(self._unread)
+
+    def _after(
+        self, seconds: float, function: Callable[[], None], before: asyncio.TimerHandle | None
+    ) -> asyncio.TimerHandle:
+        _cancel(before)
+        return self.loop.call_later(seconds, function)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
