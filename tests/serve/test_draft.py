@@ -63,3 +63,14 @@ def test_a_request_that_fills_a_sliding_window_is_decoded_without_speculation(se
             keys = set(it.engine.prompt_cache._trie._trie)
     assert texts["drafted"] == texts["alone"]
     assert keys == {("given",), (("given",), "without a draft model")}
+
+
+def test_draft_tokens_may_be_asked_for_while_another_request_is_decoded_without(serve, load_tiny):
+    pair, draft = load_tiny("gemma3"), load_tiny("gemma3", seed=1)[0]
+    ask = {"prompt": "hi", "max_tokens": 2, "num_draft_tokens": 2}
+    with serve(pair, "off", context=2000, draft=draft) as it:
+        assert it.post("/v1/completions", **ask).status_code == 200
+        with it.engine.model_provider.answering(1000):
+            assert it.post("/v1/completions", **ask).status_code == 200
+    with serve(pair, "off", context=2000) as it:
+        assert it.post("/v1/completions", **ask).json()["error"]["param"] == "num_draft_tokens"

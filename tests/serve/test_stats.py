@@ -1,6 +1,7 @@
 """The statistics of a real server: what was done, counted once, and nothing else."""
 
 import threading
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -8,12 +9,14 @@ from mlx_lm.generate import BatchGenerator
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvstow
+from kvstow.serve.answer import Answer
 from kvstow.serve.options import PrefixFiles
 from tests.serve.conftest import Loaded, serving, until
 
 pytestmark = pytest.mark.mlx
 ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
 ALONE = {"seed": 1, "temperature": 0.7}  # what cannot be batched
+CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -136,6 +139,24 @@ def test_a_request_that_the_engine_loses_has_failed(tiny, stream, monkeypatch):
         it.post(messages=HELLO, stream=stream)
         assert outcomes(it) == {"failed": 1}
         assert stats(it)["state"] == "unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mistake_in_making_an_answer_has_failed_and_is_said(tiny, stream, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    with serving(tiny) as it:
+        monkeypatch.setattr(Answer, "feed", broken)
+        said = []
+        with (
+            suppress(httpx.RemoteProtocolError),  # a stream is cut off behind it
+            it.http.stream("POST", CHAT, json={"messages": HELLO, "stream": stream}) as response,
+        ):
+            said.extend(response.iter_text())
+        assert '"code":"internal_error"' in said[-1].replace(": ", ":")
+        assert outcomes(it) == {"failed": 1}
+        until(it.is_idle)
 
 
 def test_a_stranger_is_counted_and_shown_nothing_but_the_page(tiny):

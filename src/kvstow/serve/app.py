@@ -15,7 +15,7 @@ from starlette.routing import Route
 from kvstow.serve import delivery, observe
 from kvstow.serve.body import read_body, while_connected
 from kvstow.serve.options import Limits
-from kvstow.serve.refusal import Refusal, TooSlow
+from kvstow.serve.refusal import Refusal, TooSlow, Unexpected
 from kvstow.serve.requests import ChatRequest, TextRequest, read_chat, read_text
 from kvstow.serve.responses import ChatFormat, Format, TextFormat
 from kvstow.serve.security import Guard
@@ -61,7 +61,7 @@ def make_app(service: Service) -> Starlette:
             Refusal: _refused,
             HTTPException: _not_routed,
             ClientDisconnect: _gone,
-            Exception: _broken,
+            Exception: _refused,  # and Starlette raises it again, so that it is logged
         },
     )
 
@@ -127,7 +127,7 @@ def _cors(limits: Limits) -> list[Middleware]:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    refusal = error if isinstance(error, Refusal) else _unexpected()
+    refusal = error if isinstance(error, Refusal) else Unexpected()
     return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
 
 
@@ -139,12 +139,3 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)
-
-
-async def _broken(request: Request, _: Exception) -> Response:
-    return await _refused(request, _unexpected())
-
-
-def _unexpected() -> Refusal:
-    """Starlette raises the error again behind this, so that it is logged."""
-    return Refusal(500, "an error of the server itself; its log has more", code="internal_error")

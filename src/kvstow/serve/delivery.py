@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvstow.serve.answer import Part
-from kvstow.serve.refusal import Refusal
+from kvstow.serve.refusal import Refusal, Unexpected
 from kvstow.serve.responses import Format
 from kvstow.serve.service import Exchange
 
@@ -57,23 +57,29 @@ class EventStream(StreamingResponse):
 
 
 async def _events(exchange: Exchange, form: Format, *, with_usage: bool) -> AsyncIterator[str]:
+    try:
+        async for event in _answer(exchange, form, with_usage=with_usage):
+            yield event
+    except Exception as error:  # too late for a status
+        exchange.visit.end_by(error)
+        yield _event((error if isinstance(error, Refusal) else Unexpected()).as_dict())
+        if not isinstance(error, Refusal):
+            raise  # so that it is logged
+
+
+async def _answer(exchange: Exchange, form: Format, *, with_usage: bool) -> AsyncIterator[str]:
     no_usage = {"usage": None} if with_usage else {}
     answer = exchange.answer
     if (first := form.first()) is not None:
         yield _event(first | no_usage)
-    try:
-        async for item in exchange.job.responses(STILL_THERE_S):
-            if not isinstance(item, Token):
-                yield _comment(item)
-                continue
-            if part := exchange.feed(item):
-                yield _event(form.chunk(part) | no_usage)
-            if answer.finish_reason is not None:
-                break
-    except Refusal as refusal:  # too late for a status
-        exchange.visit.end_by(refusal)
-        yield _event(refusal.as_dict())
-        return
+    async for item in exchange.job.responses(STILL_THERE_S):
+        if not isinstance(item, Token):
+            yield _comment(item)
+            continue
+        if part := exchange.feed(item):
+            yield _event(form.chunk(part) | no_usage)
+        if answer.finish_reason is not None:
+            break
     exchange.visit.end("answered")
     yield _event(form.last(answer.finish_reason or "stop") | no_usage)
     if with_usage:

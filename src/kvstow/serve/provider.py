@@ -107,6 +107,11 @@ class Provider(ModelProvider):
             return None
         return CachePair(make_prompt_cache(self.model), make_prompt_cache(self.draft_model))
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model, `answering` without it or not. From any thread."""
+        return self.draft_report is not None
+
     @cached_property
     def longest_token(self) -> int:
         """Most characters of a text that one token stands for, as vocabularies write them."""

@@ -83,6 +83,14 @@ class GenerationFailed(Refusal):
         super().__init__(500, f"generation failed: {error}", code="generation_failed")
 
 
+class Unexpected(Refusal):
+    """A mistake of the program's; what it was is logged, and not said."""
+
+    def __init__(self) -> None:
+        message = "an error of the server itself; its log has more"
+        super().__init__(500, message, code="internal_error")
+
+
 class Stopping(Refusal):
     """The server ends."""
 

@@ -157,7 +157,7 @@ class Service:
 
     def _check_able(self, request: ChatRequest | TextRequest) -> None:
         provider = self.engine.model_provider
-        if request.num_draft_tokens is not None and provider.draft_model is None:
+        if request.num_draft_tokens is not None and not provider.has_draft:
             raise BadRequest(
                 "num_draft_tokens", "num_draft_tokens needs a server with --draft-model"
             )
