@@ -30,7 +30,8 @@ def gc(*, prefix_cache: Path, max_bytes: int | None, dry_run: bool, as_json: boo
     Files that writers left unfinished are removed once they are a day old. Without --max-bytes
     nothing that is whole is removed. Others may use the directory meanwhile.
     """
-    gone = {file.path: "unfinished" for file in files.temporary(prefix_cache) if file.is_abandoned}
+    unfinished = [file for file in files.temporary(prefix_cache) if file.is_abandoned]
+    gone = {file.path: "unfinished" for file in unfinished}
     held = files.entries(prefix_cache)
     left: dict[Path, str] = {}
     with progress_bar("checking", shown=bool(held)) as step:
@@ -39,14 +40,14 @@ def gc(*, prefix_cache: Path, max_bytes: int | None, dry_run: bool, as_json: boo
     if max_bytes is not None:
         sound = [x for x in held if x.path not in gone]
         gone |= {x.path: "not used" for x in files.surplus(sound, max_bytes)}
-    sizes = {path: path.stat().st_size for path in gone if path.exists()}
+    sizes = {file.path: file.n_bytes for file in (*unfinished, *held)}
     if not dry_run:
         left |= {path: "cannot be removed" for path in gone if not files.remove(path)}
     removed = {path: why for path, why in gone.items() if path not in left}
     said = {
         "checked": len(held),
         "removed": [{"file": str(path), "why": why} for path, why in removed.items()],
-        "bytes": sum(sizes.get(path, 0) for path in removed),
+        "bytes": sum(sizes[path] for path in removed),
         "left": [{"file": str(path), "why": why} for path, why in left.items()],
         "dry_run": dry_run,
     }

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -196,10 +197,10 @@ class ModelPrefixes:
             cache: A prompt cache of the model's.
         """
         held = as_tokens(tokens)
-        if held is None or len(held) < self._disk.min_tokens or not self._disk.writer.takes_more:
+        if held is None or len(held) < self._disk.min_tokens:
             return
         try:
-            self._disk.writer.put(self._job(held, cache))
+            self._disk.writer.put(partial(self._job, held, cache))
         except SnapshotError as error:
             self._disk.problem(str(error))
         self._disk.tell()

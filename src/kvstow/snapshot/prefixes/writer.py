@@ -66,26 +66,27 @@ class WriteBehind:
         self._is_broken = False
         self._is_closed = False
 
-    @property
-    def takes_more(self) -> bool:
-        """Whether a job would be taken now; if not for the length of the queue, it is counted."""
-        if self._is_broken or self._is_closed:
-            return False
-        if self._jobs.full():
-            self._stats.dropped += 1
-            return False
-        return True
+    def put(self, make: Callable[[], Job]) -> None:
+        """Have a job written soon. Never blocks.
 
-    def put(self, job: Job) -> None:
-        """Have `job` written soon; it is dropped, and counted, if too many wait. Never blocks."""
+        Args:
+            make: Makes it, which takes time. If too many wait the job is dropped unmade, and counted.
+
+        Raises:
+            Exception: Whatever `make` raises.
+        """
         if self._is_broken or self._is_closed:
             return
+        if self._jobs.full():
+            self._stats.dropped += 1
+            return
+        job = make()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvstow-prefixes", daemon=True)
             self._thread.start()
         try:
             self._jobs.put_nowait(job)
-        except queue.Full:
+        except queue.Full:  # others have put theirs meanwhile
             self._stats.dropped += 1
 
     def flush(self) -> None:
