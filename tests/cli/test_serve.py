@@ -85,6 +85,7 @@ REFUSED = [
     (["--fetch", "fused", "--kv-quant", "off"], 2, "--fetch fused needs a turbo scheme"),
     (["--adapter-path", "."], 2, "lacks adapter_config.json and adapters.safetensors"),
     (["--chat-template-file", "nowhere"], 2, "--chat-template-file"),
+    (["--chat-template-file", sys.executable], 2, "is no text in UTF-8"),
     (["--prefix-cache-bytes", "1GB"], 2, "needs --prefix-cache"),
     (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
 ]

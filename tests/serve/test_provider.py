@@ -93,6 +93,12 @@ def test_a_draft_model_is_attached_too(load):
     assert provider.draft_report.n_quantised == 2
 
 
+def test_a_chat_template_that_is_none_is_refused_and_one_that_refuses_is_not(load):
+    with pytest.raises(ModelFileError, match=r"is not Jinja: .*, in line 2"):
+        load(chat_template="\n{% if")
+    assert load(chat_template="{{ raise_exception('no') }}").tokenizer.has_chat_template
+
+
 def test_a_chat_template_takes_the_place_of_the_models_own(load):
     tokenizer = load(chat_template="{{ messages[0].content }}!").tokenizer
     turns = [{"role": "user", "content": "abc"}]

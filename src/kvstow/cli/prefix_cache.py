@@ -33,13 +33,18 @@ class PrefixCache:
 
     Attributes:
         directory: None where prefixes are not kept.
-        max_bytes: What its files may take.
+        asked_bytes: What its files may take, where that was said.
         stats: What was done, once it is closed.
     """
 
     directory: Path | None
-    max_bytes: int | None
+    asked_bytes: int | None
     stats: dict[str, int] | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """What its files may take."""
+        return DEFAULT_MAX_BYTES if self.asked_bytes is None else self.asked_bytes
 
     def check_options(self, *, resume: Path | None, draft: str | None, n_processes: int) -> None:
         """Refuse what would not be kept.
@@ -48,7 +53,7 @@ class PrefixCache:
             click.UsageError: If these options contradict others.
         """
         if self.directory is None:
-            if self.max_bytes is not None:
+            if self.asked_bytes is not None:
                 raise click.UsageError("--prefix-cache-bytes needs --prefix-cache, got none")
             return
         if resume is not None:
@@ -77,8 +82,7 @@ class PrefixCache:
             yield None
             return
         module = require("kvstow.integrations.mlx_lm.disk_prefixes")
-        limit = DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes
-        with module.DiskPrefixes(self.directory, max_bytes=limit) as disk:
+        with module.DiskPrefixes(self.directory, max_bytes=self.max_bytes) as disk:
             yield disk.of(model, tokenizer, {"model": name})
         self.stats = disk.stats.as_dict()
 

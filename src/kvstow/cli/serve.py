@@ -22,7 +22,7 @@ from kvstow.models import ModelConfig, default_dtype, read_config, skeleton
 from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Scheme
-from kvstow.snapshot.prefixes import DEFAULT_MAX_BYTES
+from kvstow.serve.options import Defaults, EngineOptions, Limits, ModelOptions, PrefixFiles
 
 if TYPE_CHECKING:
     from kvstow.serve.server import Setup
@@ -128,8 +128,8 @@ def _usable_draft(config: ModelConfig, draft_model: str | None, how: Any) -> str
 
 def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
     server, budget = require("kvstow.serve.server"), require("kvstow.serve.budget")
-    opts = require("kvstow.serve.options")
     stored, fetch, _ = how
+    kept: prefix_cache.PrefixCache = options["kept"]
     models = [_sized(config, how)]
     contexts = [config.context_length]
     if (draft := options["draft_model"]) is not None:
@@ -140,9 +140,8 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
     budget_bytes = options["kv_budget_bytes"] or budget.default_budget(
         caches[0], sum(n for _, n in models), budget.usable_memory()
     )
-    template: Path | None = options["chat_template_file"]
     setup: Setup = server.Setup(
-        model=opts.ModelOptions(
+        model=ModelOptions(
             options["model"],
             stored,
             options["served_name"] or _name(options["model"]),
@@ -150,15 +149,15 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             fetch=fetch,
             dtype=options["dtype"],
             adapter_path=options["adapter_path"],
-            chat_template=template and template.read_text(encoding="utf-8"),
+            chat_template=options["chat_template"],
             draft_model=draft,
             num_draft_tokens=options["num_draft_tokens"] or drafting.DEFAULT_DRAFT_TOKENS,
         ),
         caches=caches,
         kv_budget_bytes=budget_bytes,
-        engine=opts.EngineOptions(**_taken(options, opts.EngineOptions)),
-        defaults=opts.Defaults(**_taken(options, opts.Defaults)),
-        limits=opts.Limits(
+        engine=EngineOptions(**_taken(options, EngineOptions)),
+        defaults=Defaults(**_taken(options, Defaults)),
+        limits=Limits(
             max_queue=options["max_queue"],
             queue_timeout_s=options["queue_timeout"],
             request_timeout_s=options["request_timeout"],
@@ -167,7 +166,9 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             allowed_hosts=_hosts(options),
             allowed_origins=options["allowed_origins"],
         ),
-        prefix_files=_prefix_files(options["kept"]),
+        prefix_files=None
+        if kept.directory is None
+        else PrefixFiles(kept.directory, kept.max_bytes),
     )
     least = setup.cache_bytes(1)
     if budget_bytes < least:
@@ -176,13 +177,6 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
             f"{size_text(max(budget_bytes, 0))}: see --kv-budget"
         )
     return setup
-
-
-def _prefix_files(kept: prefix_cache.PrefixCache) -> Any:
-    if kept.directory is None:
-        return None
-    kind = require("kvstow.serve.options").PrefixFiles
-    return kind(kept.directory, DEFAULT_MAX_BYTES if kept.max_bytes is None else kept.max_bytes)
 
 
 def _sized(config: ModelConfig, how: Any) -> tuple[Any, int]:

@@ -9,6 +9,9 @@ import click
 
 from kvstow.capacity import PREFILL_TOKENS
 from kvstow.cli import params
+from kvstow.serve.options import Defaults, EngineOptions, Limits
+
+LIMITS, ENGINE, DEFAULTS = Limits(), EngineOptions(), Defaults()
 
 
 def json_object(value: str | dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +39,20 @@ class Adapter(click.Path):
         if lacks:
             self.fail(f"{path} holds no adapter: it lacks {' and '.join(lacks)}", param, ctx)
         return str(path)
+
+
+class Text(click.Path):
+    """The text of a file."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        """Read it."""
+        path = Path(str(super().convert(value, param, ctx)))
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeError) as error:
+            self.fail(f"{path} is no text in UTF-8: {error}", param, ctx)
 
 
 def _grouped(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -100,50 +117,80 @@ limits = _grouped(
     click.option(
         "--max-queue",
         type=click.IntRange(min=0),
-        default=64,
+        default=LIMITS.max_queue,
         show_default=True,
         help="Most requests that wait for memory or for their turn.",
     ),
-    _seconds("--queue-timeout", 60, "Longest time that a request waits, in seconds."),
-    _seconds("--request-timeout", 600, "Longest time that a request takes, in seconds."),
+    _seconds(
+        "--queue-timeout", LIMITS.queue_timeout_s, "Longest time that a request waits, in seconds."
+    ),
+    _seconds(
+        "--request-timeout",
+        LIMITS.request_timeout_s,
+        "Longest time that a request takes, in seconds.",
+    ),
     _seconds("--drain-timeout", 30, "Time for running requests after SIGTERM, in seconds."),
     click.option(
         "--max-body-bytes",
         type=params.size,
-        default="16MiB",
+        default=f"{LIMITS.max_body_bytes >> 20}MiB",
         show_default=True,
         help="Largest body of a request.",
     ),
 )
 engine = _grouped(
-    _count("--decode-concurrency", 32, "Most requests that decode together."),
-    _count("--prompt-concurrency", 8, "Most prompts that are read together."),
+    _count(
+        "--decode-concurrency", ENGINE.decode_concurrency, "Most requests that decode together."
+    ),
+    _count(
+        "--prompt-concurrency", ENGINE.prompt_concurrency, "Most prompts that are read together."
+    ),
     click.option(
         "--prefill-step-size",
         type=click.IntRange(1, PREFILL_TOKENS),
-        default=PREFILL_TOKENS,
+        default=ENGINE.prefill_step_size,
         show_default=True,
         help="Tokens of a prompt that are read at a time.",
     ),
-    _count("--prompt-cache-size", 10, "Most prompts whose caches are kept for later ones."),
+    _count(
+        "--prompt-cache-size",
+        ENGINE.prompt_cache_size,
+        "Most prompts whose caches are kept for later ones.",
+    ),
 )
 defaults = _grouped(
-    _count("--max-tokens", 512, "Most tokens of an answer, where a request does not say."),
+    _count(
+        "--max-tokens",
+        DEFAULTS.max_tokens,
+        "Most tokens of an answer, where a request does not say.",
+    ),
     click.option(
         "--temp",
         type=params.Finite(0, 2),
-        default=0.0,
+        default=DEFAULTS.temp,
         show_default=True,
         help="Temperature where a request does not say; 0 takes the most likely token.",
     ),
     click.option(
-        "--top-p", type=params.Finite(0, 1), default=1.0, show_default=True, help="The same."
+        "--top-p",
+        type=params.Finite(0, 1),
+        default=DEFAULTS.top_p,
+        show_default=True,
+        help="The same.",
     ),
     click.option(
-        "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="The same."
+        "--top-k",
+        type=click.IntRange(min=0),
+        default=DEFAULTS.top_k,
+        show_default=True,
+        help="The same.",
     ),
     click.option(
-        "--min-p", type=params.Finite(0, 1), default=0.0, show_default=True, help="The same."
+        "--min-p",
+        type=params.Finite(0, 1),
+        default=DEFAULTS.min_p,
+        show_default=True,
+        help="The same.",
     ),
     click.option(
         "--chat-template-args",
@@ -154,7 +201,8 @@ defaults = _grouped(
     ),
     click.option(
         "--chat-template-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        "chat_template",
+        type=Text(exists=True, dir_okay=False),
         help="A Jinja file in the place of the model's own chat template.",
     ),
 )

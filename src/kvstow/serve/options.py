@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstow.capacity import PREFILL_TOKENS
 from kvstow.integrations.report import Fetch
 from kvstow.policy import Policy
 from kvstow.scheme import Scheme
@@ -64,7 +65,7 @@ class EngineOptions:
 
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
-    prefill_step_size: int = 2048
+    prefill_step_size: int = PREFILL_TOKENS
     prompt_cache_size: int = 10
 
 
@@ -83,8 +84,8 @@ class Limits:
     """
 
     max_queue: int = 64
-    queue_timeout_s: float = 60.0
-    request_timeout_s: float = 600.0
+    queue_timeout_s: float = 60
+    request_timeout_s: float = 600
     max_body_bytes: int = 16 * 2**20
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()

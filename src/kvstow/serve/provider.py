@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.tuner.utils import load_adapters
@@ -67,6 +68,7 @@ class Provider(ModelProvider):
         if options.chat_template is not None:
             tokenizer.chat_template = options.chat_template
             tokenizer.has_chat_template = True
+            _check_template(tokenizer)
         if options.draft_model is not None:
             draft, its_tokenizer = load(options.draft_model, dtype=options.dtype)
             if why := disagreement(tokenizer.get_vocab(), its_tokenizer.get_vocab()):
@@ -130,6 +132,22 @@ def _add_adapters(model: Any, path: str) -> None:
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(f"mlx-lm cannot load the adapter {path}: {error}") from error
     model.eval()
+
+
+def _check_template(tokenizer: Any) -> None:
+    """Refuse what is no template; what one cannot say depends on the request.
+
+    Raises:
+        ModelFileError: If it is not Jinja.
+    """
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelFileError(
+            f"the chat template is not Jinja: {error.message}, in line {error.lineno}"
+        ) from error
+    except Exception:  # whatever a template raises, and this turn may be none that it takes
+        return
 
 
 def _mlx_lm_arguments(options: ModelOptions, engine: EngineOptions) -> Namespace:

@@ -70,7 +70,7 @@ class WriteBehind:
         """Have a job written soon. Never blocks.
 
         Args:
-            make: Makes it, which takes time. If too many wait the job is dropped unmade, and counted.
+            make: Makes it. If too many wait, it is dropped before it is made, and counted.
 
         Raises:
             Exception: Whatever `make` raises.
