@@ -42,11 +42,11 @@ class Call:
 
     Attributes:
         tokens: How many of the planes' tokens are data, or the rows of a ragged batch.
-        scores: Scale and window.
+        scores: Scale, window and sinks.
     """
 
-    tokens: "int | kernels.Rows"
-    scores: "kernels.Scores"
+    tokens: int | kernels.Rows
+    scores: kernels.Scores
 
 
 _counts: Counter[str] = Counter()
@@ -88,8 +88,8 @@ def attend(
 ) -> mx.array:
     """See `reference.attend`; by the kernel where `window` is marked for it and it can.
 
-    `prompts` says that a step of more than `MOST_STEP_TOKENS` goes to a kernel too: it is not
-    known whether that is faster.
+    `prompts` says that a step of more than `MOST_STEP_TOKENS` goes to a kernel too: whether that
+    is faster was not measured.
     """
     how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     if not window.fused:

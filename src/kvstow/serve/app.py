@@ -14,13 +14,13 @@ from starlette.routing import Route
 
 from kvstow.serve import delivery, observe
 from kvstow.serve.body import read_body, while_connected
+from kvstow.serve.collect import read_stats
 from kvstow.serve.options import Limits
 from kvstow.serve.refusal import Refusal, TooSlow, Unexpected
 from kvstow.serve.requests import ChatRequest, TextRequest, read_chat, read_text
 from kvstow.serve.responses import ChatFormat, Format, TextFormat
 from kvstow.serve.security import Guard
 from kvstow.serve.service import Service
-from kvstow.serve.snapshot import read_stats
 from kvstow.serve.tally import Visit
 
 CLIENT_CLOSED = 499  # nobody sees it

@@ -182,7 +182,8 @@ def held_by_batch(batch: BatchGenerator) -> tuple[Held, Work]:
     """By the requests of a batch, those included that have not begun."""
     held = Held()
     for sequence in batch._unprocessed_sequences:
-        held += held_by(sequence[3], len(sequence[4]))
+        caches, tokens = sequence[3:5]  # as `extract_cache` takes them out
+        held += held_by(caches, len(tokens))
     prompts, answers = batch._prompt_batch, batch._generation_batch
     for part in (prompts, answers):
         n_tokens = sum(map(len, part.tokens))
