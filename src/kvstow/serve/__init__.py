@@ -10,7 +10,7 @@ A request goes through these in turn, and nothing is computed before the fourth 
 * `answer`, `stops`, `logprobs`: from tokens to text, reasoning, tool calls and log-probabilities
 * `responses`: OpenAI's JSON of those; `delivery`: whole, or as a stream
 
-Wherever that ends early, the client gets a `refusal`. Prompts that were read stay in `prompt_cache`.
+Where that ends early, the client gets a `refusal`. Prompts that were read stay in `prompt_cache`.
 
 What happens is counted in `tally`, and seen in the engine's thread by `watch` and its `ledger`;
 `collect` puts it together as one value of `stats`, which `observe` shows as JSON, as `metrics` and
