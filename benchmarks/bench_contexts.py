@@ -36,12 +36,12 @@ class Most:
 
     running: int = 0
     kv_bytes: int = 0
-    used_bytes: int = 0
+    reserved_bytes: int = 0
 
     def see(self, stats: Any) -> None:
         self.running = max(self.running, stats["work"]["running"])
         self.kv_bytes = max(self.kv_bytes, stats["memory"]["in_flight"]["kv_bytes"])
-        self.used_bytes = max(self.used_bytes, stats["budget"]["used_bytes"])
+        self.reserved_bytes = max(self.reserved_bytes, stats["budget"]["reserved_bytes"])
 
 
 async def watch(server: Server, most: Most) -> None:
@@ -110,7 +110,7 @@ def main() -> None:
             "most_at_once": most.running,
             "vs_off": round(most.running / found["off"][0].running, 3) if "off" in found else None,
             "most_kv_bytes": most.kv_bytes,
-            "most_reserved_bytes": most.used_bytes,
+            "most_reserved_bytes": most.reserved_bytes,
             "seconds": round(seconds, 1),
             **about,
         }

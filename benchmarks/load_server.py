@@ -269,7 +269,7 @@ def at_rest(url: str) -> JSON:
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         stats: JSON = get(f"{url}/v1/kvstow/stats")
-        if not stats["work"]["running"] and not stats["budget"]["used_bytes"]:
+        if not stats["work"]["running"] and not stats["budget"]["reserved_bytes"]:
             time.sleep(1)  # until the engine has looked again
             stats = get(f"{url}/v1/kvstow/stats")
             return stats
@@ -374,7 +374,7 @@ async def measured(url: str, pid: int, options: argparse.Namespace) -> JSON:
         "kept_bytes": after["memory"]["prefixes"]["kv_bytes"],
         "resident_bytes_by_third": thirds,
         "waiting": after["work"]["waiting"],
-        "reserved_bytes": after["budget"]["used_bytes"],
+        "reserved_bytes": after["budget"]["reserved_bytes"],
         "prefix_hits": {
             place: after["prefixes"][place]["requests"] for place in ("memory", "disk")
         },

@@ -14,7 +14,7 @@ from starlette.applications import Starlette  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 from kvstow.serve import observe, page  # noqa: E402
-from kvstow.serve.stats import Budget, Stats  # noqa: E402
+from kvstow.serve.stats import Stats  # noqa: E402
 from tests.browser.site import STATS  # noqa: E402
 
 # What Prometheus' naming rules ask for, by the type of a metric.
@@ -152,11 +152,6 @@ def test_labels_do_not_multiply(scraped, client, shown):
     again = exposition.text_string_to_metric_families(client.get("/metrics").text)
     ours = [k for k in samples(scraped) if k[0].startswith("kvstow")]
     assert ours == [k for k in samples(again) if k[0].startswith("kvstow")]
-
-
-def test_without_a_budget_none_is_claimed(client, shown):
-    shown[0] = replace(STATS, budget=Budget())
-    assert "kvstow_kv_budget_bytes" not in client.get("/metrics").text
 
 
 def test_prometheus_gets_openmetrics_where_it_asks_for_it(client):

@@ -189,12 +189,12 @@ def test_who_waits_and_who_is_answered_is_seen(tiny):
         until(lambda: stats(it)["work"] == work)
         budget = stats(it)["budget"]
         assert budget["total_bytes"] == it.gateway.budget_bytes
-        assert budget["used_bytes"] == it.gateway.reserved_bytes > 0
+        assert budget["reserved_bytes"] == it.gateway.reserved_bytes > 0
         gone.set()
         for thread in threads:
             thread.join()
         until(lambda: not any(stats(it)["work"].values()))
-        assert stats(it)["budget"]["used_bytes"] == 0
+        assert stats(it)["budget"]["reserved_bytes"] == 0
 
 
 def test_a_model_that_loads_is_said_to_load(tiny, monkeypatch):

@@ -105,9 +105,11 @@ def _memory(stats: Stats) -> Iterator[Metric]:
     yield _gauge(
         "nonfinite_groups", "Groups of kept numbers that are NaN or inf.", memory.nonfinite_groups
     )
-    if budget.total_bytes is not None:
-        yield _gauge("kv_budget_bytes", "What all caches may take.", budget.total_bytes)
-    yield _gauge("kv_reserved_bytes", "What admitted requests may come to take.", budget.used_bytes)
+    for name, text, n_bytes in (
+        ("kv_budget_bytes", "What all caches may take.", budget.total_bytes),
+        ("kv_reserved_bytes", "What admitted requests may come to take.", budget.reserved_bytes),
+    ):
+        yield _gauge(name, text, n_bytes)
     yield _gauge("mlx_active_bytes", "Allocated by mlx, weights included.", memory.mlx_active_bytes)
     yield _gauge("mlx_peak_bytes", "The most that mlx had allocated.", memory.mlx_peak_bytes)
     yield _gauge("mlx_cache_bytes", "Kept by mlx for later use.", memory.mlx_cache_bytes)

@@ -90,6 +90,11 @@ class Unexpected(Refusal):
         message = "an error of the server itself; its log has more"
         super().__init__(500, message, code="internal_error")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """With what tells clients that uvicorn closes the connection behind an error."""
+        return {**super().headers, "Connection": "close"}
+
 
 class Stopping(Refusal):
     """The server ends."""

@@ -104,10 +104,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes that caches may take, and that admitted requests may come to take; None: no limit."""
+    """Bytes that caches may take, and those that admitted requests may come to take."""
 
-    total_bytes: int | None = None
-    used_bytes: int = 0
+    total_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

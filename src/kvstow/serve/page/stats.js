@@ -95,8 +95,7 @@ function memory({ memory, budget, measured_s_ago }) {
   $("smaller-text").textContent = held.kv_bytes
     ? `${ratio < 1 ? "larger" : "smaller"} than bf16, ${show.count(held.tokens)} tokens held`
     : "nothing is held";
-  $("budget").hidden = budget.total_bytes === null;
-  width("bar-budget", budget.used_bytes, budget.total_bytes);
+  width("bar-budget", budget.reserved_bytes, budget.total_bytes);
   $("nonfinite").hidden = !memory.nonfinite_groups;
   $("age").hidden = !(measured_s_ago > OLD_S);
 }
