@@ -151,6 +151,20 @@ def serve():
     return serving
 
 
+@pytest.fixture
+def may_load(monkeypatch):
+    """An event: no model is loaded before it is set."""
+    event, load = threading.Event(), Loaded.load_default
+
+    def slow(self):
+        event.wait()
+        load(self)
+
+    monkeypatch.setattr(Loaded, "load_default", slow)
+    yield event
+    event.set()  # or a thread would wait for ever, where a test has failed
+
+
 @pytest.fixture(scope="session")
 def load_tiny(tmp_path_factory):
     """Load a tiny random model of an architecture, and its tokenizer of bytes."""

@@ -10,7 +10,7 @@ import openai
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from tests.serve.conftest import Loaded, serving, until
+from tests.serve.conftest import serving, until
 
 pytestmark = pytest.mark.mlx
 ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
@@ -320,15 +320,7 @@ def test_a_thread_that_dies_hangs_nobody(serve, tiny, monkeypatch):
         assert it.is_idle()
 
 
-def test_requests_while_the_model_loads_are_told_to_come_again(serve, tiny, monkeypatch):
-    may_load = threading.Event()
-    load = Loaded.load_default
-
-    def slow(self):
-        may_load.wait()
-        load(self)
-
-    monkeypatch.setattr(Loaded, "load_default", slow)
+def test_requests_while_the_model_loads_are_told_to_come_again(serve, tiny, may_load):
     with serve(tiny, wait=False) as it:
         until(lambda: it.http.get("/health").status_code == 503)
         assert it.http.get("/health").json() == {"status": "loading"}

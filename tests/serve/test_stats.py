@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvstow
 from kvstow.serve.answer import Answer
 from kvstow.serve.options import PrefixFiles
-from tests.serve.conftest import Loaded, serving, until
+from tests.serve.conftest import serving, until
 
 pytestmark = pytest.mark.mlx
 ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
@@ -197,15 +197,7 @@ def test_who_waits_and_who_is_answered_is_seen(tiny):
         assert stats(it)["budget"]["reserved_bytes"] == 0
 
 
-def test_a_model_that_loads_is_said_to_load(tiny, monkeypatch):
-    may_load = threading.Event()
-    load = Loaded.load_default
-
-    def slow(self):
-        may_load.wait()
-        load(self)
-
-    monkeypatch.setattr(Loaded, "load_default", slow)
+def test_a_model_that_loads_is_said_to_load(tiny, may_load):
     with serving(tiny, wait=False) as it:
         found = stats(it)
         assert (found["state"], found["layers"]["total"]) == ("loading", 0)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 Options = dict[str, Any]
+How = tuple[Scheme | Policy, Fetch, str | None]  # what is stored, fetch and dtype
 
 
 @click.command()
@@ -110,7 +111,7 @@ def _is_local(host: str) -> bool:
     return host == "localhost"
 
 
-def _usable_draft(config: ModelConfig, draft_model: str | None, how: Any) -> str | None:
+def _usable_draft(config: ModelConfig, draft_model: str | None, how: How) -> str | None:
     """The draft model, if speculation can be done at all."""
     if draft_model is None:
         return None
@@ -126,15 +127,15 @@ def _usable_draft(config: ModelConfig, draft_model: str | None, how: Any) -> str
     return draft_model
 
 
-def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
+def _setup(config: ModelConfig, how: How, options: Options) -> "Setup":
     server, budget = require("kvstow.serve.server"), require("kvstow.serve.budget")
-    stored, fetch, _ = how
+    stored, fetch, dtype = how
     kept: prefix_cache.PrefixCache = options["kept"]
     models = [_sized(config, how)]
     contexts = [config.context_length]
     if (draft := options["draft_model"]) is not None:
         draft_config = read_config(draft)
-        models.append(_sized(draft_config, (Policy.of(stored).default, fetch, how[2])))
+        models.append(_sized(draft_config, (Policy.of(stored).default, fetch, dtype)))
         contexts.append(draft_config.context_length)
     caches = tuple(of for of, _ in models)
     budget_bytes = options["kv_budget_bytes"] or budget.default_budget(
@@ -179,7 +180,7 @@ def _setup(config: ModelConfig, how: Any, options: Options) -> "Setup":
     return setup
 
 
-def _sized(config: ModelConfig, how: Any) -> tuple[Any, int]:
+def _sized(config: ModelConfig, how: How) -> tuple[Any, int]:
     """What a request stores of a model, and the bytes of its weights."""
     scheme, _, dtype = how
     bare = skeleton(config.config, dtype)

@@ -159,11 +159,6 @@ class Engine(ResponseGenerator):
         self.join()
         _until_gone(self._generation_thread.native_id)
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether requests are answered."""
-        return self.is_ready and self.generation_available()
-
     def lane_of(self, args: GenerationArguments) -> Lane:
         """Whether a request can share the model with others."""
         return "batch" if self._is_batchable(args) else "single"
