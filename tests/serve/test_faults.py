@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,11 @@ def connected(it):
     host, port = it.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:
         yield client
+
+
+def can_read(client):
+    """Whether something comes soon."""
+    return bool(select.select([client], [], [], 0.2)[0])
 
 
 def everything(client):
@@ -282,6 +288,20 @@ def test_idle_connections_are_in_nobodys_way(server):
         for _ in range(200):
             stack.enter_context(connected(server))
         assert answers(server)
+
+
+def test_more_connections_than_may_be_are_told_so(serve, tiny, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 4)
+    with serve(tiny) as it:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connected(it)) for _ in range(6)]
+            refused = [client for client in clients if can_read(client)]
+            for client in refused:
+                status, _, body = everything(client).partition(b"\r\n\r\n")
+                assert status.startswith(b"HTTP/1.1 503")
+                assert json.loads(body)["error"]["code"] == "too_many_connections"
+            assert len(refused) == 2
+        until(lambda: answers(it))
 
 
 # --- the engine

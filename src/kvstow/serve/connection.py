@@ -1,17 +1,21 @@
 """A connection: uvicorn's, which does not wait for ever for what its client does not do."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvstow.serve.refusal import Refusal
+
 HEAD_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 60.0
+MAX_CONNECTIONS = 512  # half of the files that a process may usually have open
 
 
 class Connection(H11Protocol):
-    """Closed where its client is too slow; there are not many connections that can be held.
+    """Closed where its client is too slow, or there are `MAX_CONNECTIONS` already.
 
     `HEAD_TIMEOUT_S` after it was made, or the last request answered, one has to have begun:
     uvicorn itself only minds clients that send nothing after an answer. And for no longer than
@@ -24,6 +28,10 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.write(_too_many())
+            transport.close()
+            return
         self._head = self._after(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler, self._head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -64,3 +72,17 @@ class Connection(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _too_many() -> bytes:
+    message = f"{MAX_CONNECTIONS} connections are open, which is all that may be"
+    refusal = Refusal(503, message, code="too_many_connections", retry_after_s=1)
+    body = json.dumps(refusal.as_dict()).encode()
+    head = {
+        "Content-Type": "application/json",
+        "Content-Length": len(body),
+        "Connection": "close",
+        **refusal.headers,
+    }
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{k}: {v}" for k, v in head.items()), "", ""]
+    return "\r\n".join(lines).encode() + body
