@@ -426,6 +426,50 @@ def test_a_damaged_file_is_told_of_once_removed_and_the_prompt_is_read(tmp_path,
     assert len(files.entries(tmp_path)) == 1
 
 
+@pytest.fixture
+def forked(tmp_path):
+    """A model, and two files that begin alike; the path of the one with the text itself."""
+    model = attached()
+    server = Server(tmp_path, model)
+    server.insert(list_of(0, 100), filled(model, 100))
+    (entry,) = files.entries(tmp_path)
+    cache = filled(model, 60)
+    append(model, cache, 60, 100, OTHER)
+    server.insert([*list_of(0, 60), *list_of(60, 100, OTHER)], cache)
+    assert len(files.entries(tmp_path)) == 2
+    return model, entry.path
+
+
+def test_where_the_best_file_is_damaged_the_next_one_is_read(tmp_path, forked):
+    model, best = forked
+    raw = bytearray(best.read_bytes())
+    raw[-1] ^= 16
+    best.write_bytes(raw)
+    server = Server(tmp_path, model)
+    with pytest.warns(kvstow.KvstowWarning, match="it was removed"):
+        hit, rest = server.fetch(list_of(0, 110))
+    assert rest == list_of(60, 110)
+    assert (server.stats.disk_hits, server.stats.disk_tokens, server.stats.misses) == (1, 60, 0)
+    assert_goes_on_as(model, hit, filled(model, 60), 60, 50)
+
+
+def test_where_the_best_file_goes_while_it_is_chosen_the_next_one_is_read(
+    tmp_path, forked, monkeypatch
+):
+    model, best = forked
+    server = Server(tmp_path, model)
+    nearest = server.disk.files.nearest
+
+    def slow(*prompt):
+        found = nearest(*prompt)
+        best.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(server.disk.files, "nearest", slow)
+    assert server.fetch(list_of(0, 110))[1] == list_of(60, 110)
+    assert (server.stats.disk_hits, server.stats.errors) == (1, 0)
+
+
 def test_a_full_disk_is_told_of_once_and_serving_goes_on(tmp_path, monkeypatch):
     model = attached()
     server = Server(tmp_path, model)

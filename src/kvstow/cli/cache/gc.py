@@ -63,7 +63,7 @@ def _problems(
         try:
             directory.check(file.path)
         except SnapshotError as error:
-            if file.path.exists():  # or another process has removed it
+            if not files.is_gone(file.path):  # by another process
                 yield file.path, error
 
 

@@ -34,6 +34,10 @@ from kvstow.snapshot.prefixes import (
     key_of,
 )
 
+# Files that are looked into for one prompt: one may be damaged, and one may just have given way
+# to a longer one. Reading the prompt takes longer than another look.
+TRIES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -220,13 +224,16 @@ class ModelPrefixes:
         def restored(snapshot: Snapshot) -> list[Any]:
             return snapshots.restored(snapshot, make_prompt_cache(model))
 
-        found = self._disk.files.nearest(self._key, asked)
-        if found is None or found.n_tokens < self._disk.min_tokens:
-            return None
-        if not is_worth(found.n_tokens, in_memory):
-            return None
-        cache = self._disk.files.take(found.entry, restored)
-        trims = found.n_tokens < len(found.entry.tokens)
-        if cache is None or (trims and not can_trim_prompt_cache(cache)):
-            return None
-        return Held(found.entry.tokens.tolist(), cache, found.n_tokens)
+        for _ in range(TRIES):
+            found = self._disk.files.nearest(self._key, asked)
+            if found is None or found.n_tokens < self._disk.min_tokens:
+                return None
+            if not is_worth(found.n_tokens, in_memory):
+                return None
+            cache = self._disk.files.take(found.entry, restored)
+            if cache is not None:
+                trims = found.n_tokens < len(found.entry.tokens)
+                if trims and not can_trim_prompt_cache(cache):
+                    return None
+                return Held(found.entry.tokens.tolist(), cache, found.n_tokens)
+        return None

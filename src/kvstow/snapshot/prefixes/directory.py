@@ -185,7 +185,7 @@ class PrefixDirectory:
 
     def _give_up(self, path: Path, error: SnapshotError) -> None:
         """Remove a file that nobody can use; leave one that another reader or version may."""
-        if not path.exists():
+        if files.is_gone(path):
             return
         removed = unusable_for_all(error) and files.remove(path)
         if not removed:

@@ -92,6 +92,17 @@ def remove(path: Path) -> bool:
     return True
 
 
+def is_gone(path: Path) -> bool:
+    """Whether a file is not there; one that cannot be looked at is."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def scan(folder: Path) -> Iterator[os.DirEntry[str]]:
     """What is in a folder; nothing where it cannot be read."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
