@@ -180,8 +180,10 @@ def test_a_model_that_some_schemes_can_store_is_measured_under_those():
     refuse(CONFIG, [affine, turbo], "auto", None)
     with pytest.raises(UnsupportedModel, match="attention sinks"):
         refuse(CONFIG, [Scheme.parse("off"), affine], "auto", None)
+    refuse(CONFIG, [turbo], "deferred", None)
+    own_attention = CONFIG | {"model_type": "gemma2", "rms_norm_eps": 1e-5}
     with pytest.raises(UnsupportedModel, match="cannot take packed windows"):
-        refuse(CONFIG, [turbo], "deferred", None)
+        refuse(own_attention, [turbo], "deferred", None)
 
 
 def test_a_config_that_says_too_little_is_refused_where_something_is_quantised():
