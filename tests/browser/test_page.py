@@ -10,7 +10,7 @@ stats = pytest.importorskip("kvstow.serve.stats")
 site_module = pytest.importorskip("tests.browser.site")
 STATS = site_module.STATS
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 TIMES = "\u00d7"
 MARKUP = '<img src="x" onerror="window.harmed = 1"><script>window.harmed = 1</script>'
 

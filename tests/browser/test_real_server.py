@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.mlx]
+pytestmark = [pytest.mark.browser, pytest.mark.mlx, pytest.mark.xdist_group("browser")]
 server = pytest.importorskip("tests.serve.conftest")
 tiny, load_tiny = server.tiny, server.load_tiny  # fixtures
 BatchGenerator = pytest.importorskip("mlx_lm.generate").BatchGenerator

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from kvstow.cli import main
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("sweep")]
 pytest.importorskip("mlx.core")
 sweep_module = pytest.importorskip("kvstow.cli.eval.sweep")
 run_module = pytest.importorskip("kvstow.cli.eval.run")

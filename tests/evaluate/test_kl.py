@@ -12,7 +12,7 @@ tiny = pytest.importorskip("tests.integration.tiny")
 kl = pytest.importorskip("kvstow.evaluate.kl")
 integrations = pytest.importorskip("kvstow.integrations")
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("kl")]
 
 WINDOW = kl.Window(prefix_tokens=12, steps=5)
 APPEND = kl.Window(prefix_tokens=12, steps=5, build="append")

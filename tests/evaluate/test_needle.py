@@ -16,7 +16,7 @@ tiny = pytest.importorskip("tests.integration.tiny")
 harness = pytest.importorskip("kvstow.evaluate.harness")
 needle = pytest.importorskip("kvstow.evaluate.needle")
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("needle")]
 
 WINDOW = needle.Window((180, 220), (0.0, 1.0), per_cell=2, chunk_tokens=64)
 TEXTS = [Text("made", "x", " ".join(f"Sentence {i} says little." for i in range(60)))]

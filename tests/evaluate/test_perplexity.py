@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core")
 tiny = pytest.importorskip("tests.integration.tiny")
 perplexity = pytest.importorskip("kvstow.evaluate.perplexity")
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("perplexity")]
 
 N_TOKENS = 40
 

@@ -15,7 +15,7 @@ profiles = pytest.importorskip("kvstow.evaluate.profile")
 hardness = pytest.importorskip("kvstow.integrations.mlx_lm.hardness")
 host = pytest.importorskip("mlx_lm.models.cache")
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("profile")]
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "profile.jsonl"
 PASSAGES = Passages(np.array(tiny.tokens(40, b=3)), ("a/1", "a/2", "b/1"))

@@ -16,7 +16,7 @@ pytest.importorskip("mlx.core")
 kl = pytest.importorskip("kvstow.evaluate.kl")
 texts = pytest.importorskip("kvstow.evaluate.texts")
 
-pytestmark = [pytest.mark.mlx, pytest.mark.model]
+pytestmark = [pytest.mark.mlx, pytest.mark.model, pytest.mark.xdist_group("regression")]
 
 RECORDED = Path(kvstow.__file__).parents[2] / "benchmarks" / "results" / "regression.jsonl"
 ROWS = {row["arm"]: row for row in map(json.loads, RECORDED.read_text().splitlines())}

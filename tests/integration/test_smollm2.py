@@ -16,7 +16,7 @@ host = pytest.importorskip("mlx_lm.models.cache")
 kl = pytest.importorskip("kvstow.evaluate.kl")
 texts = pytest.importorskip("kvstow.evaluate.texts")
 
-pytestmark = [pytest.mark.mlx, pytest.mark.model]
+pytestmark = [pytest.mark.mlx, pytest.mark.model, pytest.mark.xdist_group("bars")]
 
 # Nats; on 24 texts of two sources they are 0.0002, 0.0051 and 0.0208 (quality.jsonl).
 KL_BARS = {"turbo:k8v8": 0.0005, "turbo:k8v4": 0.008, "turbo:k8v3": 0.03}

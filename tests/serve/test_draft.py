@@ -5,7 +5,7 @@ import pytest
 from kvstow.integrations.mlx_lm.speculative import CachePair
 from tests.serve.conftest import until
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("draft")]
 TURNS = [{"role": "user", "content": "hello"}]
 MORE = {"role": "user", "content": "and then?"}
 

@@ -16,7 +16,7 @@ from kvstow.serve import connection
 from tests.serve import conftest
 from tests.serve.conftest import serving, until
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("faults")]
 ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from mlx_lm.tool_parsers import json_tools
 
 from tests.serve.conftest import serving
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("scripted")]
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "ü"}}</tool_call>'

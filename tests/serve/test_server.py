@@ -12,7 +12,7 @@ from mlx_lm.generate import BatchGenerator
 
 from tests.serve.conftest import serving, until
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("server")]
 ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -8,7 +8,7 @@ import kvstow
 from kvstow.session import Session
 from tests.serve.conftest import serving
 
-pytestmark = [pytest.mark.mlx, pytest.mark.model]
+pytestmark = [pytest.mark.mlx, pytest.mark.model, pytest.mark.xdist_group("served")]
 SCHEME = "turbo:k8v8+stored"  # by design.md answers do not depend on how prompts are cut
 QUESTIONS = ["Name a river.", "What is the capital of France?", "Write one line about the sea."]
 
