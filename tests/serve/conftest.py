@@ -24,6 +24,10 @@ from kvstow.serve.provider import Provider  # noqa: E402
 from kvstow.serve.server import Server, Setup, listen  # noqa: E402
 
 MB = 10**6
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+ALONE = {"seed": 1, "temperature": 0.7}  # what cannot be batched
+ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
 
 
 def until(condition, seconds=20):

@@ -3,10 +3,9 @@
 import pytest
 
 from kvstow.integrations.mlx_lm.speculative import CachePair
-from tests.serve.conftest import until
+from tests.serve.conftest import ENDLESS, HELLO, until
 
 pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("draft")]
-TURNS = [{"role": "user", "content": "hello"}]
 MORE = {"role": "user", "content": "and then?"}
 
 
@@ -18,10 +17,10 @@ def draft(load_tiny):
 
 def conversation(it, n_turns=3):
     """Every answer of a conversation, and how many tokens were found in the cache."""
-    turns, answers, cached = list(TURNS), [], []
+    turns, answers, cached = list(HELLO), [], []
     for n in range(n_turns):
         found = it.client.chat.completions.create(
-            model="tiny", messages=turns, max_tokens=9 + n, logit_bias={"258": -100, "259": -100}
+            model="tiny", messages=turns, max_tokens=9 + n, logit_bias=ENDLESS
         )
         answers.append(found.choices[0].message.content)
         cached.append(found.usage.prompt_tokens_details.cached_tokens)
@@ -33,7 +32,7 @@ def test_a_conversation_with_a_draft_model_is_the_one_without(serve, tiny, draft
     with serve(tiny, "off", context=2000) as it:
         alone, _ = conversation(it)
     with serve(tiny, "off", draft=draft, context=2000) as it:
-        assert it.post(messages=TURNS).headers["x-kvstow-lane"] == "single"
+        assert it.post(messages=HELLO).headers["x-kvstow-lane"] == "single"
         answers, cached = conversation(it)
     assert answers == alone
     assert cached[1] > 5  # letters that are no text are not sent back

@@ -14,12 +14,9 @@ from mlx_lm.sample_utils import categorical_sampling
 
 from kvstow.serve import connection
 from tests.serve import conftest
-from tests.serve.conftest import serving, until
+from tests.serve.conftest import CHAT, ENDLESS, HELLO, serving, until
 
 pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("faults")]
-ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
-HELLO = [{"role": "user", "content": "hello"}]
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")

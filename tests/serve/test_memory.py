@@ -11,10 +11,9 @@ import kvstow
 from kvstow.integrations.mlx_lm import read_shape
 from kvstow.serve.budget import Stored
 from kvstow.serve.options import PrefixFiles
-from tests.serve.conftest import until
+from tests.serve.conftest import ENDLESS, until
 
 pytestmark = pytest.mark.mlx
-ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
 
 
 def ask(it, n_prompt, n_new, **more):

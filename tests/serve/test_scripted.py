@@ -8,10 +8,9 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.tool_parsers import json_tools
 
-from tests.serve.conftest import serving
+from tests.serve.conftest import HELLO, serving
 
 pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("scripted")]
-HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "ü"}}</tool_call>'
 EOS = 258

@@ -10,11 +10,9 @@ import openai
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from tests.serve.conftest import serving, until
+from tests.serve.conftest import ENDLESS, HELLO, serving, until
 
 pytestmark = [pytest.mark.mlx, pytest.mark.xdist_group("server")]
-ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")

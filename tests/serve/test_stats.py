@@ -11,13 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvstow
 from kvstow.serve.answer import Answer
 from kvstow.serve.options import PrefixFiles
-from tests.serve.conftest import serving, until
+from tests.serve.conftest import ALONE, CHAT, ENDLESS, HELLO, serving, until
 
 pytestmark = pytest.mark.mlx
-ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
-ALONE = {"seed": 1, "temperature": 0.7}  # what cannot be batched
-CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 def stats(server):

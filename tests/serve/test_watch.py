@@ -18,11 +18,9 @@ from kvstow.serve import watch as watches
 from kvstow.serve.stats import Held, Work
 from kvstow.serve.tally import Tally
 from kvstow.serve.watch import Watch
-from tests.serve.conftest import serving, until
+from tests.serve.conftest import ALONE, ENDLESS, serving, until
 
 pytestmark = pytest.mark.mlx
-ENDLESS = {"258": -100, "259": -100}  # the tokens that would end an answer
-ALONE = {"seed": 1, "temperature": 0.7}  # what cannot be batched
 
 
 def usage_of(*prompt_caches):
