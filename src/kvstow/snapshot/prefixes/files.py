@@ -96,7 +96,7 @@ def is_gone(path: Path) -> bool:
     """Whether a file is not there; one that cannot be looked at is."""
     try:
         path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False
