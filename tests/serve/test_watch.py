@@ -40,7 +40,7 @@ class Looks:
         self._watch, self._look = watch, watch.look
         watch.look = self
 
-    def __call__(self):
+    def __call__(self, **_):
         watch = self._watch
         watch._next_look = 0
         self._look()
@@ -110,6 +110,29 @@ def test_caches_of_a_draft_model_count_too(tiny, load_tiny):
         looks = Looks(it.engine.watch)
         it.post("/v1/completions", prompt="x" * 60, max_tokens=40, logit_bias=ENDLESS, **ALONE)
         assert of_both == 2 * max(pair[0][0] for pair in looks.pairs)
+
+
+@pytest.mark.parametrize(
+    ("ask", "work"),
+    [({}, Work(reading_prompts=1)), (ALONE, Work(alone=1))],
+    ids=["batch", "alone"],
+)
+def test_a_prompt_is_seen_to_be_read_before_a_step_that_may_take_minutes(
+    tiny, monkeypatch, ask, work
+):
+    monkeypatch.setattr(watches, "LEAST_S", 1000)
+    with serving(tiny) as it:
+        until(lambda: it.engine.watch.seen.at is not None)
+        model, seen = it.engine.model_provider.model, []
+        forward = type(model).__call__
+
+        def call(*args, **options):
+            seen.append(it.engine.watch.seen.work)
+            return forward(*args, **options)
+
+        monkeypatch.setattr(type(model), "__call__", call)
+        it.post("/v1/completions", prompt="x" * 60, max_tokens=2, **ask)
+        assert seen[0] == work
 
 
 def test_packed_caches_are_smaller_than_bf16_by_what_the_scheme_says(tiny):
@@ -210,7 +233,8 @@ class Clock:
         return self.now
 
 
-def test_looks_take_a_hundredth_of_the_time_at_most(monkeypatch):
+@pytest.mark.parametrize("soon", [False, True])
+def test_looks_take_a_hundredth_of_the_time_at_most(monkeypatch, soon):
     clock, n_looks = Clock(), []
     watch = Watch(Tally(clock), TieredPromptCache())
     took = 0.01
@@ -224,7 +248,7 @@ def test_looks_take_a_hundredth_of_the_time_at_most(monkeypatch):
     monkeypatch.setattr(watches.time, "perf_counter", lambda: next(times))
     for _ in range(1000):
         clock.now += 0.01
-        watch.look()
+        watch.look(soon=soon)
     assert len(n_looks) == pytest.approx(clock.now / (took * watches.COST_SHARE), abs=1)
 
 

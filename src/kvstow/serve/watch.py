@@ -55,7 +55,7 @@ class Watch:
         prompt_cache._trie = WatchedPrompts(self._ledger)
         self._batch: Callable[[], BatchGenerator | None] = lambda: None
         self._alone: tuple[list[Any], int] | None = None
-        self._next_look = 0.0
+        self._next_look = self._soonest_look = 0.0
         self.seen = Seen()
 
     def watched(self, function: Function) -> Function:
@@ -70,10 +70,15 @@ class Watch:
         copy: Any = FunctionType(found.__code__, names, found.__name__, found.__defaults__)
         return copy  # type: ignore[no-any-return]
 
-    def look(self) -> None:
-        """Publish what is held, unless that was done a moment ago."""
+    def look(self, *, soon: bool = False) -> None:
+        """Publish what is held, unless that was done a moment ago.
+
+        Args:
+            soon: Whether a step begins that may be long, and that is worth the time: only so much
+                of it is waited for as keeps looking below its share.
+        """
         start = self._tally.clock()
-        if start < self._next_look:
+        if start < (self._soonest_look if soon else self._next_look):
             return
         began = time.perf_counter()
         in_flight, work = self._in_flight()
@@ -87,7 +92,8 @@ class Watch:
         )
         self.seen = Seen(start, memory, work, self._ledger.evictions)
         took = time.perf_counter() - began
-        self._next_look = start + max(LEAST_S, COST_SHARE * took)
+        self._soonest_look = start + COST_SHARE * took
+        self._next_look = max(start + LEAST_S, self._soonest_look)
 
     def _in_flight(self) -> tuple[Held, Work]:
         held, work = Held(), Work()
@@ -134,12 +140,13 @@ class Watch:
             count("prompt", n_done - n_read)
             n_read = n_done
             self._alone = prompt_cache, n_cached + n_read
-            self.look()
+            self.look(soon=True)
             told(n_done, n_all)
 
         options |= {"prompt": prompt, "prompt_cache": prompt_cache}
         n_cached = tokens_held(prompt_cache)
         self._alone = prompt_cache, n_cached
+        self.look(soon=True)
         try:
             for made in stream_generate(prompt_progress_callback=progress, **options):
                 if n_read < len(prompt):  # a speculative stream says nothing of its prompt
@@ -167,6 +174,8 @@ class _WatchedBatches(BatchGenerator):
         self._watch = watch
 
     def next(self) -> Any:
+        if self._currently_processing or self._unprocessed_sequences:
+            self._watch.look(soon=True)
         before = self._counted()
         prompts, answers = super().next()
         n_last = sum(prompt.end_of_prompt for prompt in prompts)
@@ -179,7 +188,10 @@ class _WatchedBatches(BatchGenerator):
 
 
 def held_by_batch(batch: BatchGenerator) -> tuple[Held, Work]:
-    """By the requests of a batch, those included that have not begun."""
+    """By the requests of a batch, those included that have not begun.
+
+    As many of these as the next step takes are being read: it may be the next thing for minutes.
+    """
     held = Held()
     for sequence in batch._unprocessed_sequences:
         caches, tokens = sequence[3:5]  # as `extract_cache` takes them out
@@ -188,4 +200,5 @@ def held_by_batch(batch: BatchGenerator) -> tuple[Held, Work]:
     for part in (prompts, answers):
         n_tokens = sum(map(len, part.tokens))
         held += Held(len(part), n_tokens, *allocated(part.prompt_cache))
-    return held, Work(reading_prompts=len(prompts), decoding=len(answers))
+    n_reading = min(batch.prefill_batch_size, len(prompts) + len(batch._unprocessed_sequences))
+    return held, Work(reading_prompts=n_reading, decoding=len(answers))
