@@ -1,10 +1,11 @@
+import contextlib
 import importlib
 import sys
 
 import numpy as np
 import pytest
 
-from kvstow import MissingDependency, ModelFileError
+from kvstow import KvstowWarning, MissingDependency, ModelFileError
 from kvstow.models import load
 from kvstow.models.architectures import MODEL_TYPES
 
@@ -12,6 +13,14 @@ pytestmark = pytest.mark.mlx
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm")
 TEXT = "hi 42"
+ON_CPU = mx.default_device() == mx.cpu
+
+
+def slow(dtype):
+    """The warning of a model in two-byte numbers on a CPU, which has to come."""
+    if ON_CPU and dtype != "float32":
+        return pytest.warns(KvstowWarning, match=f"weights in {dtype} are many times slower")
+    return contextlib.nullcontext()
 
 
 @pytest.mark.usefixtures("cache")
@@ -51,22 +60,24 @@ def test_smollm_splits_digits_one_by_one(tiny_gguf):
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_dtype_that_is_asked_for_is_the_models(tiny_gguf, dtype):
-    model, _ = load(str(tiny_gguf()), dtype=dtype)
+    with slow(dtype):
+        model, _ = load(str(tiny_gguf()), dtype=dtype)
     assert model.model.embed_tokens.weight.dtype == getattr(mx, dtype)
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_gguf_is_float32_on_a_cpu_and_bfloat16_elsewhere(tiny_gguf):
     model, _ = load(str(tiny_gguf()))
-    on_cpu = mx.default_device() == mx.cpu
-    assert model.model.norm.weight.dtype == (mx.float32 if on_cpu else mx.bfloat16)
+    assert model.model.norm.weight.dtype == (mx.float32 if ON_CPU else mx.bfloat16)
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_directory_keeps_its_dtype_unless_another_is_asked_for(tiny_gguf, cache):
-    load(str(tiny_gguf()), dtype="bfloat16")
+    with slow("bfloat16"):
+        load(str(tiny_gguf()), dtype="bfloat16")
     (directory,) = (cache / "models").iterdir()
-    kept, _ = load(str(directory))
+    with slow("bfloat16"):
+        kept, _ = load(str(directory))
     cast, _ = load(str(directory), dtype="float32")
     assert kept.model.norm.weight.dtype == mx.bfloat16
     assert cast.model.norm.weight.dtype == mx.float32

@@ -1,9 +1,10 @@
 """Load a model and its tokenizer, wherever the weights come from, through mlx-lm."""
 
+import warnings
 from typing import Any
 
 from kvstow.cache_dir import Progress
-from kvstow.errors import ModelFileError
+from kvstow.errors import KvstowWarning, ModelFileError
 from kvstow.models.config import hub_config
 from kvstow.models.convert import convert
 from kvstow.models.locate import Source, locate
@@ -19,6 +20,8 @@ def load(
     group: Any = None,
 ) -> tuple[Any, Any]:
     """Load `model` with mlx-lm; returns the model and its tokenizer.
+
+    Warns where it is going to be slow: in two-byte numbers on a CPU.
 
     Args:
         model: ``smollm2``, a GGUF file, a directory or a hub id; see `kvstow.models.locate`.
@@ -39,13 +42,30 @@ def load(
     dtype = dtype or default_dtype(source)
     if source.kind == "gguf" and source.path is not None and dtype is not None:
         where = str(convert(source.path, dtype, progress))
-        return _load(where, group)
-    if source.kind == "hub":
-        hub_config(source.name)  # says what is wrong with a name before anything large is fetched
-    loaded, tokenizer = _load(str(source.path or source.name), group)
-    if dtype is not None:
-        loaded.set_dtype(getattr(mx, dtype))
+        loaded, tokenizer = _load(where, group)
+    else:
+        if source.kind == "hub":
+            hub_config(source.name)  # says what is wrong with a name before much is fetched
+        loaded, tokenizer = _load(str(source.path or source.name), group)
+        if dtype is not None:
+            loaded.set_dtype(getattr(mx, dtype))
+    _warn_of_halves(loaded, mx)
     return loaded, tokenizer
+
+
+def _warn_of_halves(model: Any, mx: Any) -> None:
+    if mx.default_device() != mx.cpu:
+        return
+    utils = require("mlx.utils")
+    found = {array.dtype for _, array in utils.tree_flatten(model.parameters())}
+    for name in ("bfloat16", "float16"):
+        if getattr(mx, name) in found:
+            warnings.warn(
+                f"weights in {name} are many times slower on a CPU than in float32 "
+                "(--dtype float32, which takes more memory)",
+                KvstowWarning,
+                stacklevel=3,
+            )
 
 
 def default_dtype(source: Source) -> str | None:
