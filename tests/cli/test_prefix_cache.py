@@ -67,6 +67,22 @@ def test_another_question_about_the_same_text_reads_the_question_alone(run):
     assert alone["resumed_tokens"] == 0
 
 
+def test_a_directory_that_can_only_be_read_is_warned_of(cli, tiny, tmp_path, monkeypatch):
+    really = os.access
+
+    def access(path, mode):
+        return really(path, mode) and (mode == os.F_OK or Path(path) != tmp_path)
+
+    monkeypatch.setattr(os, "access", access)
+    args = ("generate", "--model", tiny.llama, "--prompt", "hi", "--max-tokens", 1)
+    said = cli(*args, "--prefix-cache", tmp_path)
+    assert said.exit_code == 0
+    assert f"warning: --prefix-cache {tmp_path} cannot be written" in said.stderr
+    said = cli(*args, "--prefix-cache", tmp_path / "more" / "prefixes")
+    assert said.exit_code == 2
+    assert f"cannot be made: {tmp_path} is no directory to write in" in said.stderr
+
+
 def test_a_short_prompt_is_not_kept(run, ls):
     assert run(prompt="hi there")["prefix_cache"]["writes"] == 0
     assert ls() == []

@@ -1,5 +1,7 @@
 """``--prefix-cache``: prompts that are read once, by whatever process, and found on disk by it."""
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import click
 
 from kvstow.cache_dir import cache_dir
 from kvstow.cli import params
+from kvstow.errors import KvstowWarning
 from kvstow.require import require
 from kvstow.snapshot.prefixes import DEFAULT_MAX_BYTES, DEFAULT_MIN_TOKENS
 
@@ -22,7 +25,7 @@ def directory(value: str) -> Path:
     if value == AUTO:
         return cache_dir() / "prefixes"
     path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
+    if _is_there(path) and not path.is_dir():
         raise click.BadParameter(f"{value!r} is there and no directory")
     return path
 
@@ -66,6 +69,7 @@ class PrefixCache:
             raise click.UsageError(
                 f"--prefix-cache works in one process, and {n_processes} were started"
             )
+        _check_writable(self.directory)
 
     @contextmanager
     def opened(self, model: Any, tokenizer: Any, name: str) -> Iterator[Any]:
@@ -92,6 +96,31 @@ class PrefixCache:
             return []
         read, wrote = self.stats["disk_tokens"], self.stats["written_bytes"]
         return [f"prefixes    {read} tokens read, {wrote:,} bytes written in {self.directory}"]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something is there; `Path.exists` raises where it may not look."""
+    return os.access(path, os.F_OK)
+
+
+def _check_writable(directory: Path) -> None:
+    """Warn of a directory that can only be read, before anything is read in vain.
+
+    Raises:
+        click.UsageError: If there is no directory, and none can be made.
+    """
+    there = next(filter(_is_there, (directory, *directory.parents)))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    if there != directory:
+        raise click.UsageError(
+            f"--prefix-cache {directory} cannot be made: {there} is no directory to write in"
+        )
+    warnings.warn(
+        f"--prefix-cache {directory} cannot be written: prefixes are only read from it",
+        KvstowWarning,
+        stacklevel=2,
+    )
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
