@@ -4,6 +4,7 @@ A parameter that would change the answer is either done or refused. Those that c
 it are taken and left alone; an unknown one is refused, since nobody knows what it would do.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,6 +42,10 @@ MAX_STOPS = 16
 MAX_SEED = 2**64 - 1
 MAX_BIASES = 10_000
 MAX_SHOWN = 80  # characters of what was got
+# What pydantic says beside what is allowed.
+_OF_PYDANTIC = re.compile(
+    r"^Value error, |^\w+ (?=should )| after validation, not \d+$| or instance of \w+$"
+)
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -243,7 +248,7 @@ def _refusal(error: ValidationError) -> BadRequest:
         return _unknown(param)
     if first["type"] == "missing":
         return BadRequest(param, f"{param} is missing", code="missing_required_parameter")
-    said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    said = _OF_PYDANTIC.sub("", first["msg"])
     return BadRequest(param, f"{param} {said}, got {_shown(first['input'])}")
 
 
