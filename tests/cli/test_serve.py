@@ -37,6 +37,7 @@ def test_the_program_serves_until_sigterm_and_lets_the_running_answer_end(tiny, 
         )
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline().startswith("ending after 1 request, within 30 s; again ")
         reasons = [part.choices[0].finish_reason for part in stream]
     assert reasons[-1] == "length"
     assert process.wait(20) == 0
@@ -87,6 +88,9 @@ REFUSED = [
     (["--chat-template-file", "nowhere"], 2, "--chat-template-file"),
     (["--chat-template-file", sys.executable], 2, "is no text in UTF-8"),
     (["--prefix-cache-bytes", "1GB"], 2, "needs --prefix-cache"),
+    (["--prefix-cache", f"{sys.executable}/p"], 2, "is no directory to write in"),
+    (["--allowed-origin", "http://localhost:3000/"], 2, "is not an origin"),
+    (["--allowed-origin", "localhost:3000"], 2, "is not an origin"),
     (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
 ]
 
@@ -114,7 +118,7 @@ def test_a_port_in_use_is_one_line(tiny, refused):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = refused("serve", "--model", tiny.llama, "--port", port, code=1)
-    assert f"cannot listen on 127.0.0.1 port {port}: " in said
+    assert f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use\n" in said
 
 
 def test_other_machines_without_a_key_are_warned_of(tiny, cli):

@@ -175,9 +175,20 @@ def test_what_is_not_done_is_refused_by_name(server, ask, kind, param, code):
     assert server.gateway.n_waiting == 0
 
 
-def test_a_refusal_names_what_was_got(server):
-    got = server.post(messages=HELLO, temperature=3).json()["error"]
-    assert got["message"] == "temperature should be less than or equal to 2, got 3"
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"temperature": 3}, "temperature should be less than or equal to 2, got 3"),
+        ({"messages": []}, "messages should have at least 1 item, got []"),
+        ({"stop": ""}, "stop.0 should have at least 1 character, got ''"),
+        ({"stop": ["a"] * 17}, "stop should have at most 16 items, got ['a', 'a', 'a', "),
+        ({"stream_options": 3}, "stream_options should be a valid dictionary, got 3"),
+        ({"max_tokens": 1.5}, "max_tokens should be a valid integer, got 1.5"),
+    ],
+)
+def test_a_refusal_names_what_is_allowed_and_what_was_got(server, ask, message):
+    got = server.post(**{"messages": HELLO} | ask).json()["error"]["message"]
+    assert got.startswith(message)
 
 
 def test_a_body_that_is_no_json_object_is_refused(server):
@@ -237,7 +248,10 @@ def test_no_web_page_is_let_in_unless_it_is_named(serve, tiny):
         assert "access-control-allow-origin" not in it.http.get("/health", headers=origin).headers
         assert it.http.options("/v1/models", headers=origin).status_code == 405
     with serve(tiny, allowed_origins=("https://chat.example",), api_key="k") as it:
-        allowed = it.http.options("/v1/chat/completions", headers=origin)
+        # Among them those that OpenAI's own client sends from a page.
+        sent = {"access-control-request-headers": "authorization,content-type,x-stainless-lang"}
+        allowed = it.http.options("/v1/chat/completions", headers=origin | sent)
+        assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
         other = it.http.options("/v1/models", headers=origin | {"origin": "https://x.example"})
         assert "access-control-allow-origin" not in other.headers

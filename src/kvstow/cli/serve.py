@@ -86,6 +86,7 @@ def serve(
             setup,
             drain_timeout_s=drain_timeout,
             on_ready=lambda service: _announce(service, setup, address),
+            on_leave=lambda service: _say_what_is_waited_for(service, drain_timeout),
         )
         has_ended = running.run(listener)
     if not has_ended:
@@ -207,6 +208,13 @@ def _hosts(options: Options) -> tuple[str, ...]:
     if options["api_key"] is None and _is_local(options["host"]):
         return (*LOCAL, options["host"].lower())
     return ()
+
+
+def _say_what_is_waited_for(service: "Service", drain_timeout_s: float) -> None:
+    n = service.gateway.n_running + service.gateway.n_waiting
+    if n:
+        noun = "request" if n == 1 else "requests"
+        say(f"ending after {n} {noun}, within {drain_timeout_s:g} s; again to end at once")
 
 
 def _announce(service: "Service", setup: "Setup", address: tuple[str, int]) -> None:

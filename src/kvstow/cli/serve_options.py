@@ -1,6 +1,7 @@
 """The options of ``kvstow serve``, by what they are about."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from kvstow.cli import params
 from kvstow.serve.options import Defaults, EngineOptions, Limits
 
 LIMITS, ENGINE, DEFAULTS = Limits(), EngineOptions(), Defaults()
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
 def json_object(value: str | dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +25,16 @@ def json_object(value: str | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise click.BadParameter(f"{value!r} is not a JSON object")
     return found
+
+
+def origin(value: str) -> str:
+    """Read ``https://chat.example``, as a browser writes it, or ``*``."""
+    if value != "*" and not _ORIGIN.fullmatch(value):
+        raise click.BadParameter(
+            f"{value!r} is not an origin; expected * or scheme://host with or without :port, in "
+            "lower case and with nothing behind, for example http://localhost:3000"
+        )
+    return value
 
 
 class Adapter(click.Path):
@@ -101,7 +113,9 @@ where = _grouped(
     click.option(
         "--allowed-origin",
         "allowed_origins",
+        type=origin,
         multiple=True,
+        metavar="ORIGIN",
         help="A web page's origin that may ask (CORS), or *; may be repeated.  [default: none]",
     ),
     click.option("--served-name", help="What clients call the model.  [default: as --model]"),

@@ -120,7 +120,7 @@ def _cors(limits: Limits) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=list(limits.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # OpenAI's client in a page sends x-stainless-lang, and more
             expose_headers=["x-kvstow-lane", "retry-after"],
         )
     ]

@@ -101,7 +101,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise KvstowError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # Python says where again
+        raise KvstowError(f"cannot listen on {host} port {port}: {why}") from error
 
 
 class Server:
@@ -111,6 +112,7 @@ class Server:
         setup: What to serve.
         drain_timeout_s: How long running requests may take once it is to end.
         on_ready: Called in the thread that generates, once the model is loaded.
+        on_leave: Called at the first signal.
 
     Attributes:
         service: Which answers.
@@ -122,6 +124,7 @@ class Server:
         *,
         drain_timeout_s: float,
         on_ready: Callable[[Service], None] = lambda _: None,
+        on_leave: Callable[[Service], None] = lambda _: None,
     ) -> None:
         files = setup.prefix_files
         self._disk = (
@@ -139,7 +142,9 @@ class Server:
             server_header=False,
             timeout_graceful_shutdown=round(drain_timeout_s) + LAST_WORDS_S,
         )
-        self._http = _Http(config, self.service.interrupt, drain_timeout_s)
+        self._http = _Http(
+            config, self.service.interrupt, drain_timeout_s, lambda: on_leave(self.service)
+        )
 
     def run(self, listener: socket.socket) -> bool:
         """Load the model and answer, until SIGTERM, SIGINT or `stop`.
@@ -190,14 +195,20 @@ class _Http(uvicorn.Server):
         config: uvicorn's.
         interrupt: Ends the requests that run.
         drain_timeout_s: When to call that, after the first signal; a second one calls it at once.
+        on_leave: Called at the first.
     """
 
     def __init__(
-        self, config: uvicorn.Config, interrupt: Callable[[], None], drain_timeout_s: float
+        self,
+        config: uvicorn.Config,
+        interrupt: Callable[[], None],
+        drain_timeout_s: float,
+        on_leave: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._interrupt = interrupt
         self._drain_timeout_s = drain_timeout_s
+        self._on_leave = on_leave
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -226,4 +237,6 @@ class _Http(uvicorn.Server):
     def _leave(self) -> None:
         if self.should_exit:
             self._interrupt()
+        else:
+            self._on_leave()
         self.should_exit = True
