@@ -121,6 +121,7 @@ def test_a_prompt_is_seen_to_be_read_before_a_step_that_may_take_minutes(
     tiny, monkeypatch, ask, work
 ):
     monkeypatch.setattr(watches, "LEAST_S", 1000)
+    monkeypatch.setattr(watches, "COST_SHARE", 0)  # however long the look before took
     with serving(tiny) as it:
         until(lambda: it.engine.watch.seen.at is not None)
         model, seen = it.engine.model_provider.model, []
