@@ -73,6 +73,7 @@ class Site:
         asked: The bodies of chats.
         left: Set when a client goes away in the middle of an answer.
         polls: How often the statistics were read.
+        n_without_key: How often something was asked for without the key.
     """
 
     def __init__(self):
@@ -82,7 +83,7 @@ class Site:
         self.pause_s = 0.0
         self.asked = []
         self.left = threading.Event()
-        self.polls = 0
+        self.polls = self.n_without_key = 0
         self.url = ""
 
     def read(self):
@@ -97,6 +98,7 @@ class Site:
 
         async def guarded(scope, receive, send):
             if scope["type"] == "http" and self._locked(scope):
+                self.n_without_key += 1
                 await _error(401, "an API key is needed")(scope, receive, send)
             else:
                 await app(scope, receive, send)

@@ -1,5 +1,6 @@
 """The page, as a browser shows it and a person uses it."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -276,9 +277,19 @@ def test_a_wrong_key_is_asked_for_again(browser):
     browser.site.key = "open sesame"
     browser.open()
     browser.until(lambda: browser.find("key").is_displayed())
+    assert not browser.find("key-wrong").is_displayed()
     browser.find("key-value").send_keys("open barley\n")
-    browser.until(lambda: browser.find("key").is_displayed())
+    browser.until(lambda: browser.find("key-wrong").is_displayed())
     assert browser.find("key-value").get_property("value") == ""
+
+
+def test_nothing_is_asked_while_a_key_is_waited_for(browser):
+    browser.site.key = "open sesame"
+    browser.open()
+    browser.until(lambda: browser.find("key").is_displayed())
+    before = browser.site.n_without_key
+    time.sleep(1.2)  # there is a poll every second
+    assert browser.site.n_without_key == before
 
 
 def test_the_keyboard_is_enough(browser):

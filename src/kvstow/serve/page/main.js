@@ -5,9 +5,11 @@ import * as stats from "./stats.js";
 
 const form = document.getElementById("key");
 const field = document.getElementById("key-value");
+let tried = false;
 
 function refused(error) {
   if (error.status !== 401 || !form.hidden) return;
+  document.getElementById("key-wrong").hidden = !tried;
   form.hidden = false;
   field.focus();
 }
@@ -15,6 +17,7 @@ function refused(error) {
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(field.value);
+  tried = true;
   field.value = "";
   form.hidden = true;
   stats.poll();

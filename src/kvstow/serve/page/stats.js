@@ -44,6 +44,7 @@ export async function poll() {
     if (error instanceof Refused) {
       state("refused", error.status === 401 ? "needs an API key" : error.message);
       onRefused(error);
+      if (error.status === 401) return; // until there is another key
     } else {
       state("unavailable", "the server does not answer");
     }
