@@ -35,6 +35,16 @@ def counted(seen, how):
     return sum(n for kind, n in seen.ended.items() if kind.endswith(how))
 
 
+def loaded(url, asks):
+    """What clients saw until everything of interest had happened: a slow machine takes longer."""
+    seen = load.Seen()
+    for _ in range(20):
+        load.merge(seen, asyncio.run(load.load(url, asks, N_CLIENTS, 2)))
+        if counted(seen, ": 429") and counted(seen, ": gone") and len(seen.greedy) > 20:
+            return seen
+    raise AssertionError(f"not everything happened: {seen.ended}")
+
+
 def test_many_clients_get_the_answers_of_one_and_leave_nothing_behind(serve, tiny, tmp_path):
     rng = random.Random(0)
     asks = iter(lambda: load.mixture(TEXTS, rng, CONTEXT), None)
@@ -46,18 +56,14 @@ def test_many_clients_get_the_answers_of_one_and_leave_nothing_behind(serve, tin
         max_queue=20,
         prefix_files=PrefixFiles(tmp_path / "prefixes", 10**8),
     ) as it:
-        before = None
-        for seconds in (2, 4):
-            seen = asyncio.run(load.load(it.url, asks, N_CLIENTS, seconds))
-            assert seen.errors == []
-            after = active_bytes(it)
-            before = before or after
-        assert after - before <= load.SLACK_BYTES
+        asyncio.run(load.load(it.url, asks, N_CLIENTS, 2))
+        before = active_bytes(it)
+        seen = loaded(it.url, asks)
+        assert seen.errors == []
+        assert active_bytes(it) - before <= load.SLACK_BYTES
         assert it.gateway.n_waiting == 0
         assert it.engine._outboxes == set()
-        assert counted(seen, ": 429") > 0
-        assert counted(seen, ": gone") > 0
         found = asyncio.run(load.compare(it.url, seen.greedy))
-        assert found["compared"] > 20
+        assert found["compared"] == len(seen.greedy)
         assert found["largest_gap_nats"] <= load.NEAR_TIE_NATS
         assert it.service.state == "ok"
