@@ -33,9 +33,28 @@ def test_the_format_page_names_the_table_set_in_use():
     assert f"`{TABLE_SET}`" in FORMAT
 
 
+def recorded(name):
+    lines = (DOCS.parent / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_speed_and_room_of_servers_are_the_recorded_ones():
+    page = (DOCS / "server.md").read_text(encoding="utf-8")
+    said = {
+        "mlx-lm": "`mlx_lm.server`, plain caches",
+        "off": "`kvstow serve --kv-quant off`",
+        "turbo": "`kvstow serve --kv-quant turbo`",
+    }
+    for row in recorded("server.jsonl"):
+        name = said.pop(row["server"])
+        assert f"| {name} | {row['tokens_per_s']:.2f} | {row['vs_mlx_lm']:.3f} |" in page
+    assert not said
+    for row in recorded("contexts.jsonl"):
+        assert f"| `{row['scheme']}` | {row['most_at_once']} | {row['vs_off']:.3f} |" in page
+
+
 def test_the_restart_in_the_readme_is_the_recorded_one():
-    record = DOCS.parent / "benchmarks" / "results" / "restart.jsonl"
-    rows = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    rows = recorded("restart.jsonl")
     (row,) = (x for x in rows if (x["scheme"], x["tokens"]) == ("turbo:k8v3", 4096))
     readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
     assert (
