@@ -296,7 +296,11 @@ def besides_caches(stats: JSON) -> int:
 
 @contextmanager
 def serving(options: argparse.Namespace, model: str, folder: str) -> Iterator[tuple[str, Any]]:
-    """The server's address and process."""
+    """The server's address and process, once it is ready.
+
+    Raises:
+        SystemExit: If it does not become so.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -319,6 +323,9 @@ def serving(options: argparse.Namespace, model: str, folder: str) -> Iterator[tu
                 if get(f"{url}/health") == {"status": "ok"}:
                     break
             time.sleep(0.2)
+        else:
+            said = f"ended with {process.poll()}" if process.poll() is not None else "is not ready"
+            raise SystemExit(f"the server {said}")
         yield url, process
     finally:
         process.kill()

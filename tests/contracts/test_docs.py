@@ -38,6 +38,13 @@ def recorded(name):
     return [json.loads(line) for line in lines]
 
 
+def test_recorded_commands_name_no_place_of_one_machine():
+    for path in (DOCS.parent / "benchmarks" / "results").glob("*.jsonl"):
+        for row in recorded(path.name):
+            words = (row.get("command") or "").split()
+            assert not [word for word in words if word.startswith(("/", "~"))], path.name
+
+
 def test_the_speed_and_room_of_servers_are_the_recorded_ones():
     page = (DOCS / "server.md").read_text(encoding="utf-8")
     said = {

@@ -9,24 +9,38 @@ from kvstow.kernels.specialise import DTYPES, Dtype
 
 
 @dataclass(frozen=True, slots=True)
-class AttendTask:
-    """Attention of some query rows of each KV head.
+class _Stored:
+    """What every kernel is compiled for.
 
     Attributes:
         key_bits: Width of a key code.
         value_bits: Width of a value code.
         head_dim: Elements of a key and of a value.
-        dtype: Of the queries.
-        group: Query heads of a KV head.
-        n_queries: Query tokens.
-        ragged: Whether rows begin at tokens of their own.
-        sinks: Whether there are attention sinks.
+        dtype: Of the queries, or of the keys and values to encode.
     """
 
     key_bits: int
     value_bits: int
     head_dim: int
     dtype: str
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a key code and a value code."""
+        return self.key_bits, self.value_bits
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTask(_Stored):
+    """Attention of some query rows of each KV head.
+
+    Attributes:
+        group: Query heads of a KV head.
+        n_queries: Query tokens.
+        ragged: Whether rows begin at tokens of their own.
+        sinks: Whether there are attention sinks.
+    """
+
     group: int
     n_queries: int
     ragged: bool
@@ -38,28 +52,20 @@ class AttendTask:
         Raises:
             ValueError: If nothing does it.
         """
-        widths, rows = (self.key_bits, self.value_bits), self.group * self.n_queries
-        kernel = device.decode_kernel(widths, self.head_dim, _dtype(self.dtype), rows)
+        rows, dtype = self.group * self.n_queries, _dtype(self.dtype)
+        kernel = device.decode_kernel(self.widths, self.head_dim, dtype, rows)
         return kernel.name + _suffixes(self)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTask:
+class PrefillTask(_Stored):
     """Attention of a prompt's query rows: any number of them, of any number of query heads.
 
     Attributes:
-        key_bits: Width of a key code.
-        value_bits: Width of a value code.
-        head_dim: Elements of a key and of a value.
-        dtype: Of the queries.
         ragged: Whether rows begin at tokens of their own.
         sinks: Whether there are attention sinks.
     """
 
-    key_bits: int
-    value_bits: int
-    head_dim: int
-    dtype: str
     ragged: bool
     sinks: bool = False
 
@@ -70,27 +76,18 @@ class PrefillTask:
             ValueError: If nothing does it.
             UnsupportedModel: If nothing does it with this head_dim.
         """
-        widths = self.key_bits, self.value_bits
-        kernel = device.prefill_kernel(widths, self.head_dim, _dtype(self.dtype))
+        kernel = device.prefill_kernel(self.widths, self.head_dim, _dtype(self.dtype))
         return kernel.name + _suffixes(self)
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeTask:
+class EncodeTask(_Stored):
     """Encoding of keys and values.
 
     Attributes:
-        key_bits: Width of a key code.
-        value_bits: Width of a value code.
-        head_dim: Elements of a key and of a value.
-        dtype: Of both.
         search: Whether it searches, as `scheme.Turbo.search`.
     """
 
-    key_bits: int
-    value_bits: int
-    head_dim: int
-    dtype: str
     search: bool
 
     def name(self, device: Device | MetalDevice) -> str:
@@ -99,8 +96,8 @@ class EncodeTask:
         Raises:
             ValueError: If nothing does it.
         """
-        widths, dtype = (self.key_bits, self.value_bits), _dtype(self.dtype)
-        return device.encode_kernel(widths, self.head_dim, dtype, search=self.search).name
+        dtype = _dtype(self.dtype)
+        return device.encode_kernel(self.widths, self.head_dim, dtype, search=self.search).name
 
 
 Task = AttendTask | PrefillTask | EncodeTask
