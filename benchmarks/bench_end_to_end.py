@@ -2,10 +2,11 @@
 
     python benchmarks/bench_end_to_end.py --output benchmarks/results/end_to_end.jsonl
 
-Caches are filled with noise, a layer at a time, since what they hold does not change the speed;
-``llama8b`` has the shape of Llama 3.1 8B and random weights. All rows of a batch are as long as
-each other and share one cache, which is how mlx-lm is fastest without a scheme: it needs no mask
-then. Cells whose bytes exceed the memory of the device are rows that say so; nothing is tried.
+Caches are filled with noise, a layer at a time and every row with the same, since what they hold
+does not change the speed; ``llama8b`` has the shape of Llama 3.1 8B and random weights. All rows
+of a batch are as long as each other and share one cache, which is how mlx-lm is fastest without a
+scheme: it needs no mask then. Cells whose bytes exceed the memory of the device are rows that say
+so; nothing is tried.
 
 ``--longest`` adds the longest context that the estimate lets through, and decodes there.
 """
@@ -38,6 +39,7 @@ from kvstow.integrations.mlx_lm import read_shape  # noqa: E402
 from kvstow.integrations.report import fetch_of  # noqa: E402
 from kvstow.models import load  # noqa: E402
 from kvstow.scheme import Off, Scheme  # noqa: E402
+from kvstow.serve.budget import free_memory  # noqa: E402
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -56,7 +58,8 @@ SCHEMES = [
     for text in ("off", "affine:8", "affine:4", "turbo:k8v3", "turbo:k8v4", "turbo:k4v3")
 ]
 STEP_TOKENS = 256  # by which caches grow; no turn below grows one after the first
-RESERVE = 0.04  # of the memory: what the framework itself and its compiled code take
+NOISE_TOKENS = 4096  # repeated where a cache holds more: drawing takes several times their bytes
+RESERVE = 0.06  # of what is free: mlx itself stays below 0.95 of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,16 @@ def filled(model: Any, cell: Cell, dtype: mx.Dtype) -> list[Any]:
     cache = make_prompt_cache(model)
     for i, layer in enumerate(shape.layers):
         of_layer = (cell.batch, layer.n_kv_heads, cell.tokens, layer.key_dim)
-        cache[i].update_and_fetch(*(mx.random.normal(of_layer, dtype) for _ in "kv"))
+        cache[i].update_and_fetch(*(noise(of_layer, dtype) for _ in "kv"))
         mx.eval(cache[i].state)
         mx.clear_cache()
     return cache
+
+
+def noise(shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:
+    _, heads, tokens, width = shape
+    drawn = mx.random.normal((1, heads, min(tokens, NOISE_TOKENS), width), dtype)
+    return mx.broadcast_to(drawn[:, :, mx.arange(tokens) % NOISE_TOKENS], shape)
 
 
 def turn_ms(model: Any, cache: list[Any], batch: int, n: int) -> float:
@@ -130,33 +139,41 @@ def measure(model: Any, scheme: Scheme, cell: Cell, options: argparse.Namespace)
     with attached(model, scheme, fetch=fetch_of(scheme, options.fetch)) as report:
         cache = filled(model, cell, getattr(mx, options.dtype))
         mx.reset_peak_memory()
-        ms = [turn_ms(model, cache, cell.batch, options.steps) for _ in range(options.rounds + 1)]
+        turn_ms(model, cache, cell.batch, options.steps)  # compiles, and grows the caches
+        growing = int(mx.get_peak_memory())
+        mx.reset_peak_memory()
+        ms = [turn_ms(model, cache, cell.batch, options.steps) for _ in range(options.rounds)]
         peak, kv = int(mx.get_peak_memory()), usage(cache)
         # A cache that is not what was asked for would be measured for nothing.
         if not isinstance(scheme, Off) and kv.kv_bytes >= kv.kv_bytes_bf16:
             raise SystemExit(f"{scheme} holds {kv.kv_bytes} bytes, no less than bfloat16")
-    step = statistics.median(ms[1:])
+    step = statistics.median(ms)
     return {
         "fetch": report.fetch,
         "attention_calls": dict(fused.counts() - calls),
         "step_ms": round(step, 4),
-        "step_ms_all": [round(x, 4) for x in ms[1:]],
+        "step_ms_all": [round(x, 4) for x in ms],
         "decode_tokens_per_s": round(cell.batch * 1e3 / step, 2),
         "kv_bytes": kv.kv_bytes,
         "kv_bytes_bf16": kv.kv_bytes_bf16,
         "peak_memory_bytes": peak,
+        "peak_memory_bytes_growing": max(peak, growing),
     }
 
 
 def arm(model: Any, scheme: Scheme, cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, or why not."""
     needed = needed_bytes(model, read_shape(model), scheme, cell)
+    row: dict[str, Any] = {"needed_bytes": needed}
     if needed > options.memory_bytes:
-        return {"refused": f"needs {needed / 1e9:.1f} GB of {options.memory_bytes / 1e9:.1f}"}
+        why = f"needs {needed / 1e9:.1f} GB of {options.memory_bytes / 1e9:.1f}"
+        return row | {"fits": False, "refused": why}
+    row["fits"] = True
     try:
-        return measure(model, scheme, cell, options)
+        return row | measure(model, scheme, cell, options)
     except (RuntimeError, ValueError, KvstowError) as error:  # mlx lacks kernels for affine
-        return {"refused": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return row | {"refused": why}
     finally:
         gc.collect()
         mx.clear_cache()
@@ -187,8 +204,12 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps * (options.rounds + 1) >= STEP_TOKENS:
         parser.error(f"--steps times --rounds and one must stay under {STEP_TOKENS}")
+    if options.output is not None and not options.output.parent.is_dir():
+        parser.error(f"--output must be in a directory that exists, got {options.output}")
     if options.memory_bytes is None:
-        options.memory_bytes = int((1 - RESERVE) * int(mx.device_info()["memory_size"]))
+        if (free := free_memory()) is None:
+            parser.error("mlx does not say how much memory this device has: give --memory-bytes")
+        options.memory_bytes = int((1 - RESERVE) * free)
     return options
 
 

@@ -49,3 +49,18 @@ def test_a_limit_of_the_container_counts(monkeypatch, tmp_path):
     assert budget._host_memory() == pytest.approx(without, rel=0.5)
     limit.write_text("1000000\n")
     assert budget._host_memory() == MB
+
+
+@pytest.mark.parametrize(
+    ("said", "free"),
+    [
+        ({"memory_size": 9, "max_recommended_working_set_size": 7}, 7),  # Metal
+        ({"device_name": "NVIDIA H200", "total_memory": 9, "free_memory": 8}, 8),  # CUDA
+        ({"device_name": "another"}, None),
+    ],
+)
+def test_a_gpu_says_its_memory_in_words_of_its_own(monkeypatch, said, free):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx, "device_info", lambda: said)
+    assert budget.free_memory() == free
+    assert budget.usable_memory() > 0

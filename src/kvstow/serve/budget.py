@@ -63,13 +63,18 @@ def default_budget(stored: Stored, weight_bytes: int, memory_bytes: int) -> int:
 
 def usable_memory() -> int:
     """Bytes that this process may take on the device that computes."""
-    return int(SHARE * (_host_memory() if mx.default_device() == mx.cpu else _gpu_memory()))
+    return int(SHARE * (free_memory() or _host_memory()))
 
 
-def _gpu_memory() -> int:
+def free_memory() -> int | None:
+    """Bytes free on the device that computes; None for a GPU of which MLX does not say.
+
+    A Mac's GPU says what it should hold at most, free or not.
+    """
+    if mx.default_device() == mx.cpu:
+        return _host_memory()
     info: dict[str, Any] = mx.device_info()
-    found = [info[key] for key in _GPU_KEYS if isinstance(info.get(key), int)]
-    return found[0] if found else _host_memory()
+    return next((info[key] for key in _GPU_KEYS if isinstance(info.get(key), int)), None)
 
 
 def _host_memory() -> int:
