@@ -4,6 +4,7 @@ import copy
 import json
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,50 +61,64 @@ def test_logits_are_those_of_deferred_and_the_kernels_have_made_them(kernels, na
     assert kernels.encoded
 
 
-def test_steps_of_few_tokens_go_to_the_kernel_and_longer_ones_do_not(kernels):
+@pytest.mark.parametrize("fetch", ["auto", "fused"])
+def test_steps_of_any_length_go_to_the_kernels(kernels, fetch):
     model = build("llama")
-    with kvstow.attached(model, "turbo"):
+    with kvstow.attached(model, "turbo", fetch=fetch):
         kernels.forget()
         before = fused.counts()
         run(model, (12, 5, 1, 8, 9, 2))
     served = [(call.shape, call.longest) for call in kernels.attended if call.longest < 100]
     assert served == [
         ((1, 4, n, 64), longest)
-        for n, longest in ((5, 17), (1, 18), (8, 26), (2, 37))
+        for n, longest in ((5, 17), (1, 18), (8, 26), (9, 35), (2, 37))
         for _layer in range(2)
     ]
-    assert fused.counts() - before == Counter({"kernel": 8, "more than 8 query tokens": 2})
+    assert fused.counts() - before == Counter({"kernel": 10})
     assert {call.scale for call in kernels.attended} == {0.125}
     assert {call.window for call in kernels.attended if call.longest < 100} == {0}
     appended = [shape[2] for shape, _ in kernels.encoded if shape[:2] == (1, 2)]
     assert appended == [n for n in (12, 5, 1, 8, 9, 2) for _layer in range(2)]
 
 
-def test_prompts_go_to_a_kernel_where_fused_was_asked_for(kernels):
-    model, schedule = build("llama"), (12, 5, 9, 40, 1)
+@pytest.mark.filterwarnings("error")
+def test_layers_without_kernels_for_prompts_leave_them_to_deferred(kernels):
+    wide = {"head_dim": 512, "max_position_embeddings": 4096}
+    model, schedule = build("llama", **wide), (12, 5, 9, 1)
     wanted = logits_of(model, "deferred", schedule=schedule)
-    with kvstow.attached(model, "turbo", fetch="fused") as report:
-        assert "all steps that have kernels; deferred: masks" in str(report)
-        kernels.forget()
+    with kvstow.attached(model, "turbo") as report:
+        assert "fused: steps of up to 8 tokens; deferred: longer ones, and masks" in str(report)
         before = fused.counts()
-        twin = copy.deepcopy(model)
         np.testing.assert_array_equal(run(model, schedule), wanted)
-    assert fused.counts() - before == Counter({"kernel": 8})
-    lengths = [call.shape[2] for call in kernels.attended if call.longest < 100]
-    assert lengths == [5, 5, 9, 9, 40, 40, 1, 1]
-    run(twin, schedule)
-    assert fused.counts() - before == Counter({"kernel": 16})  # its copy asks for them too
-    kvstow.detach(twin)
-    with kvstow.attached(model, "turbo"):
-        before = fused.counts()
-        run(model, schedule)
-    assert fused.counts() - before == Counter({"kernel": 4, "more than 8 query tokens": 4})
+    assert fused.counts() - before == Counter({"kernel": 4, "more than 8 query tokens": 2})
+    assert {call.shape[2] for call in kernels.attended if call.longest < 100} == {5, 1}
+
+
+def test_the_report_names_the_layers_that_have_no_kernels_for_prompts(kernels, monkeypatch):
+    device = kernels.device()
+
+    def for_keys_of_8_bits(widths, head_dim, dtype):
+        if widths[0] != 8:
+            raise ValueError("does not fit")
+        return device.prefill_kernel(widths, head_dim, dtype)
+
+    one = SimpleNamespace(
+        decode_kernel=device.decode_kernel,
+        encode_kernel=device.encode_kernel,
+        prefill_kernel=for_keys_of_8_bits,
+    )
+    monkeypatch.setattr(kernels, "device", lambda: one)
+    rule = kvstow.policy.Rule(layers=(1,), scheme=kvstow.Scheme.parse("turbo:k4v4"))
+    policy = kvstow.Policy(kvstow.Scheme.parse("turbo"), (rule,))
+    with kvstow.attached(build("llama"), policy) as report:
+        said = "steps of any length, in layers 1 of up to 8 tokens; deferred: longer ones there, "
+        assert said in report.fetch_reason
 
 
 def test_a_prompt_whose_kernel_fails_its_self_check_is_deferred(kernels, monkeypatch):
     model, schedule = build("llama"), (12, 9, 1)
     wanted = logits_of(model, "deferred", schedule=schedule)
-    with kvstow.attached(model, "turbo", fetch="fused"):
+    with kvstow.attached(model, "turbo"):
         monkeypatch.setattr(kernels, "attention_off", 0.5)
         before = fused.counts()
         with pytest.warns(KvstowWarning, match="kvstow_prefill_d64_k8v3_float32.* is off by"):
@@ -126,7 +141,7 @@ def test_padded_rows_of_a_prompt_reach_the_kernel(kernels, window_size):
     batch.update_and_fetch(x, y)
     kernels.forget()
     window = marked(batch.window())
-    got = fused.attend(queries, window, scale=0.125, mask=mask, prompts=True)
+    got = fused.attend(queries, window, scale=0.125, mask=mask)
     call = kernels.attended[-1]
     assert (call.starts, call.lengths, call.window) == ([0, 7], [31, 31], window_size or 0)
     assert mx.array_equal(got, attention.attend(queries, window, scale=0.125, mask=mask))
@@ -138,7 +153,7 @@ def test_the_report_says_what_is_fused_and_what_falls_back():
     report = kvstow.attach(model, "turbo")
     assert report.fetch == "fused"
     assert [(x.fetch, x.fetch_reason) for x in report.layers] == [("fused", "")] * 2
-    assert "steps of up to 8 tokens; deferred: longer ones" in str(report)
+    assert "  fused: steps of any length; deferred: masks given as arrays" in str(report)
     assert report.as_dict()["paths"] == {"fused": [0, 1]}
     assert {type(c) for c in host.make_prompt_cache(model)} == {integration.FusedKVCache}
     kvstow.detach(model)
@@ -239,8 +254,6 @@ def test_replies_of_a_batch_are_those_of_deferred(kernels, name, scheme):
         }
     assert any(call.starts and any(call.starts) for call in kernels.attended)
     refused = set(fused.counts()) - {"kernel"}
-    if "stored" in scheme:  # where the prompt itself is attended to as stored
-        refused.discard("more than 8 query tokens")
     # A window that is full is a ring, and says where rows begin only once all have filled it.
     assert refused <= ({MASKED} if name == "gemma3_text" else set())
 
@@ -316,7 +329,7 @@ def window_of(n_tokens=20):
         (1, mx.ones((1, 20), mx.bool_), MASKED),
         (1, mx.zeros((1, 1, 1, 20)), MASKED),
         (2, None, MASKED),
-        (9, "causal", "more than 8 query tokens"),
+        (9, mx.ones((9, 20), mx.bool_), MASKED),
     ],
     ids=["boolean", "additive", "none", "long"],
 )

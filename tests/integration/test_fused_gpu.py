@@ -54,9 +54,9 @@ def test_logits_are_near_those_of_deferred_and_the_kernels_have_made_them(name, 
 
 @pytest.mark.skipif(kernels.name() != "cuda", reason="no other kernels are for prompts")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_prompts_go_to_a_kernel_where_fused_was_asked_for(dtype):
+def test_prompts_go_to_a_kernel(dtype):
     model = tiny.build("llama", dtype=getattr(mx, dtype))
-    with kvstow.attached(model, "turbo", fetch="fused"):
+    with kvstow.attached(model, "turbo"):
         before = fused.counts()
         run(model)
     counted = fused.counts() - before

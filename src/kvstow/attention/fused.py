@@ -1,10 +1,9 @@
 """Attention and encoding by the kernels where they can do it, and by MLX's operations elsewhere.
 
-A step goes to the kernel if its window is marked for it, MLX computes on a GPU, the
-step has few query tokens, its mask is one whose meaning is known (see `masks`), and the kernel
-has passed its self-check on this machine; a step of many, a prompt, where that was asked for.
-Everything else is `mlx.attend`, and counted with the reason. Nothing here raises where that
-would not.
+A step goes to the kernel if its window is marked for it, MLX computes on a GPU, there is a
+kernel for so many query tokens, its mask is one whose meaning is known (see `masks`), and the
+kernel has passed its self-check on this machine. Everything else is `mlx.attend`, and counted
+with the reason. Nothing here raises where that would not.
 """
 
 import threading
@@ -68,6 +67,15 @@ def why_not_unasked() -> str:
     return ""
 
 
+def has_kernel(task: Task) -> bool:
+    """Whether there is a kernel for it on the GPU that MLX uses, right or wrong."""
+    try:
+        task.name(kernels.device())
+    except ValueError:
+        return False
+    return True
+
+
 def counts() -> Counter[str]:
     """Calls of attention over windows marked for the kernel, in this process.
 
@@ -84,17 +92,12 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
-    prompts: bool = False,
 ) -> mx.array:
-    """See `reference.attend`; by the kernel where `window` is marked for it and it can.
-
-    `prompts` says that a step of more than `MOST_STEP_TOKENS` goes to a kernel too: whether that
-    is faster was not measured.
-    """
+    """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
     how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     if not window.fused:
         return attend_deferred(queries, window, **how)
-    call = plan_call(queries, window, **how, prompts=prompts)
+    call = plan_call(queries, window, **how)
     if isinstance(call, Call):
         try:
             output = kernels.attend(
@@ -135,15 +138,12 @@ def plan_call(
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
-    prompts: bool = False,
 ) -> Call | str:
     """The kernel's call for a step, or why there is none."""
     b, hq, n_queries, d = queries.shape
     h = int(window.keys.scales.shape[1])
     if why := why_no_device():
         return why
-    if n_queries > MOST_STEP_TOKENS and not (prompts and kernels.name() == "cuda"):
-        return f"more than {MOST_STEP_TOKENS} query tokens"
     if d != window.head_dim or hq % h or not isinstance(scale, int | float):
         return "queries or a scale of another shape than the kernel's"
     sight = sight_of(mask, n_queries, window.n_tokens)
@@ -155,6 +155,8 @@ def plan_call(
     task: Task = AttendTask(*widths, d, name, hq // h, n_queries, **kind)
     if n_queries > MOST_STEP_TOKENS:
         task = PrefillTask(*widths, d, name, **kind)
+        if not has_kernel(task):
+            return f"more than {MOST_STEP_TOKENS} query tokens"
     if why := _why_unchecked(task):
         return why
     scores = kernels.Scores(float(scale), sight.window, sinks)

@@ -139,8 +139,8 @@ fetch = click.option(
     show_default=True,
     help="How attention reaches packed tokens: eager decodes keys and values, deferred "
     "un-rotates the output instead of every value, fused leaves steps of few tokens to kernels "
-    "(on a GPU; on NVIDIA's prompts too, unless auto has chosen it); auto is the last of these "
-    "that model and machine can do, on a Mac deferred.",
+    "(on a GPU; on NVIDIA's prompts too); auto is the last of these that model and machine can "
+    "do, on a Mac deferred.",
 )
 dtype = click.option(
     "--dtype",

@@ -50,9 +50,9 @@ def attach(
             un-rotates the output instead of every value, and is refused where the
             model's own code needs real arrays; ``"fused"`` lets kernels attend to what is
             stored, on a GPU, in steps of few tokens and on NVIDIA's in prompts too, and is
-            deferred in others; ``"auto"`` takes fused for steps of few tokens on an NVIDIA GPU
-            where it can, else deferred, else eager. A kernel is compared with the definition
-            before it first serves on a machine.
+            deferred in others; ``"auto"`` takes fused on an NVIDIA GPU where it can, else
+            deferred, else eager. A kernel is compared with the definition before it first
+            serves on a machine.
 
     Returns:
         Per layer, what is quantised and what stays and why.

@@ -29,13 +29,11 @@ class CacheFactory(deferred.Owner):
         model: A weak reference to the model, which owns this factory.
         report: What was decided, layer by layer.
         own: The instance's own ``make_cache`` that this one replaced, if it had one.
-        prompts: See `deferred.Owner`.
     """
 
     model: ReferenceType[Any]
     report: AttachReport
     own: Any
-    prompts: bool = False
 
     def __call__(self) -> list[Any]:
         """A prompt cache: the quantised layers under the scheme, the others as before."""
@@ -47,7 +45,7 @@ class CacheFactory(deferred.Owner):
     def __deepcopy__(self, memo: dict[int, Any]) -> "CacheFactory":
         """The factory of the copied model."""
         model = self.model()
-        return CacheFactory(ref(memo.get(id(model), model)), self.report, self.own, self.prompts)
+        return CacheFactory(ref(memo.get(id(model), model)), self.report, self.own)
 
     def convert(self, caches: list[Any]) -> list[Any]:
         """The tokens of plain `caches`, in a prompt cache like those this factory makes.
@@ -102,7 +100,7 @@ def attach(model: Any, policy: Policy, fetch: str) -> AttachReport:
         )
     )
     report = AttachReport(policy.uniform or policy, paths.fetch, paths.reason, reports, warnings)
-    factory = CacheFactory(ref(model), report, _own_maker(model), prompts=fetch == "fused")
+    factory = CacheFactory(ref(model), report, _own_maker(model))
     restore(model, factory if schemes else None)
     return report
 

@@ -27,13 +27,7 @@ from kvstow.attention.window import PackedWindow
 
 
 class Owner:
-    """Whoever needs the replacement; one that is gone needs it no longer.
-
-    Attributes:
-        prompts: Whether it asked for kernels for prompts too, which all get while it is there.
-    """
-
-    prompts: bool = False
+    """Whoever needs the replacement; one that is gone needs it no longer."""
 
 
 _original = base.quantized_scaled_dot_product_attention
@@ -157,8 +151,7 @@ def _of_window(
     _seen.n_windows = windows_seen() + 1
     if (heads := getattr(_seen, "heads", None)) is not None:
         heads.add(Heads.of(queries, window, sinks=sinks is not None))
-    prompts = any(owner.prompts for owner in _owners)
-    return attend(queries, window, scale=scale, mask=mask, sinks=sinks, prompts=prompts)
+    return attend(queries, window, scale=scale, mask=mask, sinks=sinks)
 
 
 def _put(function: Any, *, in_the_place_of: Any) -> None:

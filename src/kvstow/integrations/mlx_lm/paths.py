@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.models import cache as host
 
 from kvstow.attention import fused, selfcheck
-from kvstow.attention.tasks import AttendTask, EncodeTask, Task
+from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.capacity import LayerShape
 from kvstow.errors import UnsupportedModel
 from kvstow.integrations.mlx_lm import deferred, members, probe
@@ -22,6 +22,7 @@ from kvstow.integrations.mlx_lm.rotating import (
     PackedRotatingKVCache,
 )
 from kvstow.kernels.plan import MOST_STEP_TOKENS
+from kvstow.policy import spans
 from kvstow.scheme import Affine, Scheme, Turbo
 
 NewCaches = Callable[[], list[Any]]
@@ -33,8 +34,6 @@ _SLIDING = {
 }
 HOOKED = frozenset({"deferred", "fused"})  # paths through `deferred.attention`
 _OTHER_MASKS = "masks given as arrays that say more than where rows and windows begin"
-FALLBACK = f"steps of up to {MOST_STEP_TOKENS} tokens; deferred: longer ones, and {_OTHER_MASKS}"
-FALLBACK_ASKED = f"all steps that have kernels; deferred: {_OTHER_MASKS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +132,51 @@ def _hooked(
     warnings = tuple(dict.fromkeys(outcome.warning for outcome in failed.values()))
     if len(failed) == len(turbo):
         return Paths("deferred", next(iter(reasons.values())), layers, reasons, warnings)
-    said = FALLBACK_ASKED if fetch == "fused" else FALLBACK
-    return Paths("fused", said, layers, reasons, warnings)
+    served = {i: s for i, s in turbo.items() if i not in failed}
+    short = [i for i, s in served.items() if not _takes_prompts(s, shapes[i], heads)]
+    return Paths("fused", _said(short, len(served)), layers, reasons, warnings)
+
+
+def _said(short: list[int], n_fused: int) -> str:
+    """What kernels take, and what they leave; layers `short` have some for few tokens only."""
+    few = f"up to {MOST_STEP_TOKENS} tokens"
+    if not short:
+        return f"steps of any length; deferred: {_OTHER_MASKS}"
+    if len(short) == n_fused:
+        return f"steps of {few}; deferred: longer ones, and {_OTHER_MASKS}"
+    where = f"in layers {spans(short)} of {few}"
+    return f"steps of any length, {where}; deferred: longer ones there, and {_OTHER_MASKS}"
 
 
 def _failed(
     scheme: Turbo, shape: LayerShape, heads: set[deferred.Heads]
 ) -> selfcheck.Outcome | None:
     """The first kernel of a layer that did not pass, for steps of one token."""
-    widths = scheme.key_bits, scheme.value_bits, shape.key_dim
-    of_layer = sorted(
-        (h.n_heads // h.n_kv_heads, h.dtype, h.sinks)
-        for h in heads
-        if (h.key_bits, h.value_bits, h.head_dim) == widths and h.n_kv_heads == shape.n_kv_heads
-    )
     tasks: list[Task] = []
-    for group, dtype, sinks in of_layer:
-        tasks.append(AttendTask(*widths, dtype, group, 1, ragged=False, sinks=sinks))
-        tasks.append(EncodeTask(*widths, dtype, scheme.search))
+    for h in _of_layer(scheme, shape, heads):
+        about, group = (h.key_bits, h.value_bits, h.head_dim, h.dtype), h.n_heads // h.n_kv_heads
+        tasks.append(AttendTask(*about, group, 1, ragged=False, sinks=h.sinks))
+        tasks.append(EncodeTask(*about, scheme.search))
     outcomes = map(selfcheck.outcome, tasks)
     return next((outcome for outcome in outcomes if not outcome.passed), None)
+
+
+def _takes_prompts(scheme: Turbo, shape: LayerShape, heads: set[deferred.Heads]) -> bool:
+    """Whether a layer has kernels for steps of many tokens; they are checked when one is met."""
+    return all(
+        fused.has_kernel(
+            PrefillTask(h.key_bits, h.value_bits, h.head_dim, h.dtype, ragged=False, sinks=h.sinks)
+        )
+        for h in _of_layer(scheme, shape, heads)
+    )
+
+
+def _of_layer(scheme: Turbo, shape: LayerShape, heads: set[deferred.Heads]) -> list[deferred.Heads]:
+    widths = scheme.key_bits, scheme.value_bits, shape.key_dim, shape.n_kv_heads
+    return sorted(
+        (h for h in heads if (h.key_bits, h.value_bits, h.head_dim, h.n_kv_heads) == widths),
+        key=lambda h: (h.n_heads, h.dtype, h.sinks),
+    )
 
 
 def _paths(schemes: Mapping[int, Scheme], of_turbo: Mapping[int, str]) -> dict[int, str]:
