@@ -7,6 +7,9 @@ constants, zeros, tiny and huge ones and NaN. Attention: the error relative to a
 float64 over the cache as the reference decodes it, every width pair and head_dim, with rows
 that are empty, ragged and start late, where everything outside a row is NaN or noise. One
 JSON row per head_dim and kind; exit code 1 if a row is beyond its tolerance.
+
+Inputs are made on the host and copied, so that a tool which watches the kernels alone knows
+what was written (`check_sanitizer.py`).
 """
 
 import argparse
@@ -14,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
@@ -44,6 +47,21 @@ GROUPS = {
     PROMPT: [(3, 61), (1, 9), (4, 130)],
 }
 BATCH, N_KV_HEADS, CAPACITY = 5, 2, 768
+# An empty row comes first and a full one last, where what is read outside leaves the planes.
+STARTS, LENGTHS = (0, 3, 37, 700, 0), (0, 4, 419, 731, CAPACITY)
+
+
+class Extent(NamedTuple):
+    """How much is checked.
+
+    Attributes:
+        sample: Every width pair once for one token or few and once for a prompt, and fewer
+            encoders: all that kernels do, but not each of it with each.
+        unwritten: Memory outside the rows has never been written, in place of noise and NaN.
+    """
+
+    sample: bool
+    unwritten: bool
 
 
 def vectors(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -73,16 +91,18 @@ def differing(got: Any, want: np.ndarray) -> int:
     return int((~same).sum())
 
 
-def check_encoder(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
+def check_encoder(host: CudaHost, head_dim: int, extent: Extent) -> Iterator[dict[str, Any]]:
     """Every width, element type and kind of encoder: elements stored, and how many differ."""
     pairs = [(8, 2), (5, 3), (4, 4), (2, 5), (8, 8)]
     options = (False, False), (True, False), (True, True)  # guard, search
     kinds = [(dtype, *option) for dtype in DTYPES for option in options]
+    if extent.sample:
+        kinds = [(dtype, *option) for dtype, option in zip(DTYPES, options, strict=True)]
     host.compile(EncodeKernel(head_dim, *p, d, g, s) for p in pairs for d, g, s in kinds)
-    x = torch.tensor(vectors((2, 3, 701, head_dim), head_dim))
+    x = torch.tensor(vectors((2, 3, 101 if extent.sample else 701, head_dim), head_dim))
     for dtype, guard, search in kinds:
-        keys = x.to(getattr(torch, dtype)).cuda()
-        values = keys.roll(1, dims=2).contiguous()
+        on_host = x.to(getattr(torch, dtype))
+        keys, values = on_host.cuda(), on_host.roll(1, dims=2).contiguous().cuda()
         k, v = (part.float().cpu().numpy() for part in (keys, values))
         wanted = partial(_encoded, k, v, {"guard": guard, "search": search})
         with ThreadPoolExecutor() as pool:
@@ -123,11 +143,13 @@ class Cache:
             decoded = reference.decode_values(stored, bits=bits, head_dim=head_dim)
             self.values[bits] = stored, _double(decoded)
 
-    def planes(self, scheme: Turbo, inside: np.ndarray) -> Planes:
-        """Planes with noise for codes and NaN for scales outside the rows."""
+    def planes(self, scheme: Turbo, inside: np.ndarray, *, unwritten: bool) -> Planes:
+        """Planes with noise for codes and NaN for scales outside the rows, or nothing there."""
         rng = np.random.default_rng(7)
         keys: PackedKeys = self.keys[scheme.key_bits][0]
         values: PackedValues = self.values[scheme.value_bits][0]
+        if unwritten:
+            return tuple(_rows_alone(plane, inside) for plane in (*keys, *values))
         made = []
         for plane in (*keys, *values):
             noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)
@@ -135,6 +157,18 @@ class Cache:
                 noise = np.full_like(plane, np.nan)
             made.append(torch.tensor(np.where(inside[:, None, :, None], plane, noise)).cuda())
         return tuple(made)
+
+
+def _rows_alone(plane: np.ndarray, inside: np.ndarray) -> Any:
+    """A plane on the GPU of which nothing but the rows has been written."""
+    made = torch.empty(plane.shape, dtype=torch.tensor(plane[:1]).dtype, device="cuda")
+    for row, seen in enumerate(inside):
+        if seen.any():
+            tokens = np.flatnonzero(seen)
+            span = slice(int(tokens[0]), int(tokens[-1]) + 1)
+            for head in range(plane.shape[1]):
+                made[row, head, span].copy_(torch.tensor(plane[row, head, span]))
+    return made
 
 
 def _double(x: np.ndarray) -> Any:
@@ -177,39 +211,57 @@ class Case(NamedTuple):
     call: DecodeCall
 
 
-def cases(host: CudaHost, cache: Cache, head_dim: int, rows: tuple[Any, Any]) -> Iterator[Case]:
+def asked(n: int, scheme: Turbo, *, sample: bool) -> Iterator[tuple[int, Iterable[int]]]:
+    """Quads of rows, and which of their groups, that the n-th scheme is run with."""
+    if sample:  # over all schemes every group takes its turn
+        quads = (1, 2, 4, 8)[n % 4]
+        yield quads, [n // 4 % len(GROUPS[quads])]
+        yield PROMPT, [n % len(GROUPS[PROMPT])]
+        return
+    # Every kernel for k8v3; of the others the smallest and one more, by turns.
+    more = (2, 4, 8)[(scheme.key_bits + scheme.value_bits) % 3]
+    for quads, groups in GROUPS.items():
+        if scheme == Turbo(8, 3) or quads in (PROMPT, 1, more):
+            yield quads, range(len(groups))
+
+
+def cases(host: CudaHost, cache: Cache, head_dim: int, extent: Extent) -> Iterator[Case]:
     """Every width pair, with shapes, splits and windows that take turns."""
-    lengths, starts = rows
     token = np.arange(CAPACITY)
-    inside = (token >= starts.cpu().numpy()[:, None]) & (token < lengths.cpu().numpy()[:, None])
+    inside = (token >= np.array(STARTS)[:, None]) & (token < np.array(LENGTHS)[:, None])
+    lengths, starts = rows_on_device()
     dtypes = cycle(DTYPES)
-    for scheme in (Turbo(k, v) for k in KEY_BITS for v in VALUE_BITS):
-        planes = cache.planes(scheme, inside)
-        for quads, groups in GROUPS.items():
-            # Every kernel for k8v3; of the others the smallest and one more, by turns.
-            more = (2, 4, 8)[(scheme.key_bits + scheme.value_bits) % 3]
-            if scheme != Turbo(8, 3) and quads not in (PROMPT, 1, more):
-                continue
+    for n, scheme in enumerate(Turbo(k, v) for k in KEY_BITS for v in VALUE_BITS):
+        planes = cache.planes(scheme, inside, unwritten=extent.unwritten)
+        for quads, picked in asked(n, scheme, sample=extent.sample):
             if quads == PROMPT and head_dim not in prefill.HEAD_DIMS:
                 continue
             dtype = getattr(torch, next(dtypes))
-            for i, (group, n_queries) in enumerate(groups):
+            for i in picked:
+                group, n_queries = GROUPS[quads][i]
                 torch.manual_seed(quads + i)
                 shape = BATCH, N_KV_HEADS * group, n_queries, head_dim
-                queries = (2 * torch.randn(shape, device="cuda")).to(dtype)
+                queries = (2 * torch.randn(shape)).to(dtype).cuda()
                 window, chunk = (0, 0, 37, 300)[i % 4], (None, 256, 10_240)[i % 3]
-                sinks = 3 * torch.randn(shape[1], device="cuda") if i % 2 else None
+                sinks = (3 * torch.randn(shape[1])).cuda() if i % 2 else None
                 options = {"lengths": lengths, "starts": starts, "window": window, "chunk": chunk}
                 call = host.decode(queries, planes, scheme, sinks=sinks, **options)
                 yield Case(scheme, queries, window, sinks, call)
 
 
-def check_attention(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
+def rows_on_device() -> tuple[Any, Any]:
+    """Lengths and starts of the rows."""
+    return (
+        torch.tensor(LENGTHS, dtype=torch.int32, device="cuda"),
+        torch.tensor(STARTS, dtype=torch.int32, device="cuda"),
+    )
+
+
+def check_attention(host: CudaHost, head_dim: int, extent: Extent) -> Iterator[dict[str, Any]]:
     """Every width pair: the worst error over shapes, rows, splits and windows."""
     cache = Cache(head_dim)
-    starts = torch.tensor([0, 3, 37, 0, 700], dtype=torch.int32, device="cuda")
-    lengths = torch.tensor([0, 4, 419, CAPACITY, 731], dtype=torch.int32, device="cuda")
-    made = list(cases(host, cache, head_dim, (lengths, starts)))
+    rows = rows_on_device()
+    made = list(cases(host, cache, head_dim, extent))
     started = time.perf_counter()
     host.compile(case.call.plan.kernel for case in made)
     print(f"# {head_dim}: compiled in {time.perf_counter() - started:.1f} s", flush=True)
@@ -217,7 +269,6 @@ def check_attention(host: CudaHost, head_dim: int) -> Iterator[dict[str, Any]]:
     for case in made:
         keys = cache.keys[case.scheme.key_bits][1]
         values = cache.values[case.scheme.value_bits][1]
-        rows = lengths, starts
         want = attention(case.queries, keys, values, rows, case.window, case.sinks)
         dtype = dtype_of(case.queries)
         for _ in range(2):  # the first call must leave the arrivals at zero
@@ -243,14 +294,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--sample", action="store_true", help="every width pair, fewer shapes")
+    parser.add_argument(
+        "--unwritten", action="store_true", help="leave memory outside the rows unwritten"
+    )
     options = parser.parse_args()
+    extent = Extent(options.sample, options.unwritten)
     host = CudaHost()
     command = " ".join(["python", *sys.argv])
     about = {"command": command, "commit": commit(), "device": torch.cuda.get_device_name()}
     failed = 0
     for head_dim in options.head_dim:
         for kind, check in (("encode", check_encoder), ("attention", check_attention)):
-            found = list(check(host, head_dim))
+            found = list(check(host, head_dim, extent))
             failed += sum(not part["ok"] for part in found)
             summary = {"bench": f"kernel_{kind}", "head_dim": head_dim, "parts": found, **about}
             worst = max(float(part.get("error", part.get("differing", 0))) for part in found)
@@ -259,7 +315,8 @@ def main() -> None:
                 with options.output.open("a") as file:
                     print(json.dumps(summary), file=file)
     spilling = {k.name: c.frame_bytes for k, c in host.compiled.items() if c.frame_bytes}
-    print(f"{len(host.compiled)} kernels; with a stack frame: {spilling}")
+    print(f"{len(host.compiled)} kernels, {host.launches} launches on {about['device']}")
+    print(f"with a stack frame: {spilling}")
     sys.exit(1 if failed else 0)
 
 

@@ -43,6 +43,7 @@ class CudaHost:
     Attributes:
         device: The GPU.
         compiled: What NVRTC said of each kernel.
+        launches: How many there were.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class CudaHost:
         capability = 10 * properties.major + properties.minor
         self.device = Device(capability, properties.multi_processor_count)
         self.compiled: dict[AnyKernel, nvrtc.Compiled] = {}
+        self.launches = 0
         self._kernels: dict[AnyKernel, Any] = {}
         self._folder = tempfile.TemporaryDirectory()
         self._constants: dict[Any, Any] = {}
@@ -86,6 +88,7 @@ class CudaHost:
     def launch(self, kernel: AnyKernel, grid: tuple[int, ...], args: ctypes.Structure) -> None:
         """Launch a kernel on the current stream."""
         self.compile([kernel])
+        self.launches += 1
         value = np.frombuffer(bytes(args), dtype=np.dtype((np.void, ctypes.sizeof(args))))[0]
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         with stream:
@@ -143,7 +146,8 @@ class DecodeCall:
         self.output = torch.full_like(queries, nan)
         sums = torch.full((rows, n_splits, d), nan, device="cuda")
         weights = torch.full((rows, n_splits, 2), nan, device="cuda")
-        self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32, device="cuda")
+        # Copied from the host, which tools that watch our kernels alone see being written.
+        self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32).cuda()
         centroids = host.constant(tables.CENTROIDS, scheme.value_bits, np.float32)
         signs = host.constant(tables.SIGNS, d, np.int8)
         self._keep = (queries, *planes, sums, weights, lengths, starts, options.get("sinks"))

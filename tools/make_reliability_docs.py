@@ -1,29 +1,43 @@
-"""Write the table of `docs/reliability.md` from the recorded rows. Run it after recording.
+"""Write the tables of `docs/reliability.md` from the recorded rows. Run it after recording.
 
 Usage: python tools/make_reliability_docs.py
 
-It stands between ``<!-- begin load -->`` and ``<!-- end load -->``; all else is written by hand.
+They stand between ``<!-- begin load -->`` and ``<!-- end load -->``, and the same for
+``sanitizer``; all else is written by hand.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
-ROWS = ROOT / "benchmarks" / "results" / "load.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
 def page(text: str) -> str:
-    """`text` with the table written again, from the last row of each model."""
-    lines = ROWS.read_text(encoding="utf-8").splitlines()
-    last = {row["model"]: row for row in map(json.loads, lines)}
-    before, begin, rest = text.partition("<!-- begin load -->\n")
-    _, end, after = rest.partition("<!-- end load -->")
-    return "\n".join([before + begin, *table(list(last.values())), end + after])
+    """`text` with the tables written again, from the last row of each model, tool and part."""
+    loads = {row["model"]: row for row in recorded("load.jsonl")}
+    text = filled(text, "load", table(list(loads.values())))
+    checks = {(row["tool"], row["part"]): row for row in recorded("sanitizer.jsonl")}
+    return filled(text, "sanitizer", sanitized(list(checks.values())))
+
+
+def recorded(name: str) -> list[Row]:
+    """Rows of a file; none where nothing has been recorded."""
+    path = RESULTS / name
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def filled(text: str, name: str, lines: Iterable[str]) -> str:
+    """`text` with these lines between two marks."""
+    before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end {name} -->")
+    return "\n".join([before + begin, *lines, end + after])
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -67,6 +81,46 @@ def figures(row: Row) -> Iterator[tuple[str, str]]:
     yield "scheme", f"`{row['kv_quant']}`"
     yield "commit", f"`{row['commit']}`"
     yield "machine", f"{row['machine']}, mlx {row['mlx']}, {row['blas']}"
+
+
+def sanitized(rows: Sequence[Row]) -> Iterator[str]:
+    """The table of compute-sanitizer: tools across, programs down."""
+    if not rows:
+        yield "This has not been run yet."
+        return
+    tools = list(dict.fromkeys(row["tool"] for row in rows))
+    cells = {(row["tool"], row["part"]): result(row) for row in rows}
+    parts = sorted({row["part"] for row in rows} - {"control"}, key=int)
+    yield f"| | {' | '.join(tools)} |"
+    yield "|---" * (1 + len(tools)) + "|"
+    for part in ["control", *parts]:
+        name = "the kernel with a fault" if part == "control" else f"head_dim {part}"
+        yield f"| {name} | {' | '.join(cells.get((tool, part), 'not run') for tool in tools)} |"
+    yield ""
+    told = [row for row in rows if row["gpu"]]  # by a program that ran to its end
+    for about in dict.fromkeys(map(versions, told or rows)):
+        yield f"{about}  "
+
+
+def result(row: Row) -> str:
+    """How one run ended, in a cell."""
+    control = row["part"] == "control"
+    if row["status"] == "clean" and not control:
+        return f"clean: {row['kernels']} kernels, {row['launches']} launches"
+    if row["status"] == "timeout":
+        return f"**not ended** after {row['seconds']:.0f} s"
+    if row["status"] == "found":
+        found = f"{row['errors']} errors"
+        found += f", {row['warnings']} warnings" if row["warnings"] else ""
+        return f"found ({found})" if control else f"**{found}**"
+    said = f": {row['said'][0]}" if row["said"] else ""
+    return f"**{'not found' if control else row['status']}**{said}".replace("|", "\\|")
+
+
+def versions(row: Row) -> str:
+    """Where a run was made."""
+    tool, gpu = row["sanitizer"] or "of unknown version", row["gpu"] or "GPU unknown"
+    return f"compute-sanitizer {tool}, {gpu}, commit `{row['commit']}`."
 
 
 if __name__ == "__main__":
