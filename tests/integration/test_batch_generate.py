@@ -14,57 +14,15 @@ host = pytest.importorskip("mlx_lm.models.cache")
 generation = pytest.importorskip("mlx_lm.generate")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 tiny = pytest.importorskip("tests.integration.tiny")
+batching = pytest.importorskip("tests.integration.batching")
 texts = pytest.importorskip("kvstow.evaluate.texts")
 
 pytestmark = pytest.mark.mlx
 log = logging.getLogger(__name__)
-LENGTHS = (23, 7, 40, 2, 12)
-N_REPLY = (9, 12, 3, 7, 11)
+N_REPLY, LOGITS = batching.N_REPLY, batching.LOGITS
+prompts, together, alone = batching.prompts, batching.together, batching.alone
+assert_same_reply = batching.assert_same_reply
 SCHEMES = ["turbo:k8v3", "turbo:k4v2+start15", "turbo:k8v8+stored"]
-# float32, whose sums a batch adds in another order; then an element between two codes may take
-# the other one, and a logit of order 1 moves by a few thousandths.
-LOGITS = 1e-2
-
-
-def prompts(lengths=LENGTHS, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, tiny.VOCAB, n).tolist() for n in lengths]
-
-
-def together(model, requests, n_tokens, **options):
-    """Replies of one batch: tokens and log-probabilities, and the cache that is left of each."""
-    generator = generation.BatchGenerator(model, **options)
-    uids = generator.insert([list(p) for p in requests], list(n_tokens))
-    replies = {uid: SimpleNamespace(tokens=[], logprobs=[], cache=None) for uid in uids}
-    while responses := generator.next_generated():
-        for r in responses:
-            replies[r.uid].tokens.append(r.token)
-            replies[r.uid].logprobs.append(np.array(r.logprobs.astype(mx.float32)))
-            replies[r.uid].cache = r.prompt_cache
-    generator.close()
-    return [replies[uid] for uid in uids]
-
-
-def alone(model, request, n_tokens):
-    """The same reply without a batch, in the same appends: the prompt but one, then one by one."""
-    cache = host.make_prompt_cache(model)
-    steps = generation.generate_step(
-        mx.array(request), model, prompt_cache=cache, max_tokens=n_tokens
-    )
-    tokens, logprobs = zip(
-        *((int(t), np.array(x.astype(mx.float32))) for t, x in steps), strict=True
-    )
-    return SimpleNamespace(tokens=list(tokens), logprobs=list(logprobs), cache=cache)
-
-
-def assert_same_reply(got, wanted, tolerance):
-    """Equal tokens and close logits, up to where the two best logits are that close too."""
-    for a, b, x, y in zip(got.tokens, wanted.tokens, got.logprobs, wanted.logprobs, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
-        if a != b:
-            second, best = np.sort(y)[-2:]
-            assert best - second < 2 * tolerance
-            break
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,38 +14,21 @@ from kvstow import KvstowWarning, UnsupportedModel
 
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
-generation = pytest.importorskip("mlx_lm.generate")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 fused = pytest.importorskip("kvstow.attention.fused")
 attention = pytest.importorskip("kvstow.attention.mlx")
 stand_in = pytest.importorskip("tests.kernels.stand_in")
 tiny = pytest.importorskip("tests.integration.tiny")
-batching = pytest.importorskip("tests.integration.test_batch_generate")
-saving = pytest.importorskip("tests.integration.test_snapshots")
-speculating = pytest.importorskip("tests.integration.test_speculative")
+scheduled = pytest.importorskip("tests.integration.scheduled")
+batching = pytest.importorskip("tests.integration.batching")
+saving = pytest.importorskip("tests.integration.saving")
+speculating = pytest.importorskip("tests.integration.speculating")
 
 pytestmark = pytest.mark.mlx
 kernels, new_process, no_gpu = stand_in.kernels, stand_in.new_process, stand_in.no_gpu
 build, tokens = tiny.build, tiny.tokens
-SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
+SCHEDULE, run, logits_of = scheduled.SCHEDULE, scheduled.run, scheduled.logits_of
 MASKED = "a mask that says more than where rows and windows begin"
-
-
-def run(model, schedule=SCHEDULE):
-    """Logits of every append; a negative number trims."""
-    cache, text, at, logits = host.make_prompt_cache(model), tokens(200), 0, []
-    for n in schedule:
-        if n < 0:
-            host.trim_prompt_cache(cache, -n)
-        else:
-            logits.append(np.array(model(text[:, at : at + n], cache=cache)))
-        at += n
-    return np.concatenate(logits, axis=1)
-
-
-def logits_of(model, fetch, scheme="turbo", schedule=SCHEDULE):
-    with kvstow.attached(model, scheme, fetch=fetch):
-        return run(model, schedule)
 
 
 @pytest.mark.parametrize("scheme", ["turbo", "turbo:k4v2", "turbo:k8v8+stored", "turbo+start15"])
@@ -67,7 +50,7 @@ def test_steps_of_any_length_go_to_the_kernels(kernels, fetch):
     with kvstow.attached(model, "turbo", fetch=fetch):
         kernels.forget()
         before = fused.counts()
-        run(model, (12, 5, 1, 8, 9, 2))
+        run(model, schedule=(12, 5, 1, 8, 9, 2))
     served = [(call.shape, call.longest) for call in kernels.attended if call.longest < 100]
     assert served == [
         ((1, 4, n, 64), longest)
@@ -89,7 +72,7 @@ def test_layers_without_kernels_for_prompts_leave_them_to_deferred(kernels):
     with kvstow.attached(model, "turbo") as report:
         assert "fused: steps of up to 8 tokens; deferred: longer ones, and masks" in str(report)
         before = fused.counts()
-        np.testing.assert_array_equal(run(model, schedule), wanted)
+        np.testing.assert_array_equal(run(model, schedule=schedule), wanted)
     assert fused.counts() - before == Counter({"kernel": 4, "more than 8 query tokens": 2})
     assert {call.shape[2] for call in kernels.attended if call.longest < 100} == {5, 1}
 
@@ -122,7 +105,7 @@ def test_a_prompt_whose_kernel_fails_its_self_check_is_deferred(kernels, monkeyp
         monkeypatch.setattr(kernels, "attention_off", 0.5)
         before = fused.counts()
         with pytest.warns(KvstowWarning, match="kvstow_prefill_d64_k8v3_float32.* is off by"):
-            logits = run(model, (12, 9))
+            logits = run(model, schedule=(12, 9))
     np.testing.assert_array_equal(logits, wanted[:, :21])
     (why,) = fused.counts() - before
     assert why.startswith("kvstow_prefill_d64")
@@ -209,7 +192,7 @@ def test_sliding_windows_go_to_the_kernel_before_and_after_they_are_full(kernels
     with kvstow.attached(model, "turbo"):
         kernels.forget()
         before = fused.counts()
-        np.testing.assert_array_equal(run(model, schedule), wanted)
+        np.testing.assert_array_equal(run(model, schedule=schedule), wanted)
     assert fused.counts() - before == Counter({"kernel": 2 * 33})  # layers, steps but the first
     assert 32 in {call.longest for call in kernels.attended}
 

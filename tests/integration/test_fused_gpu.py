@@ -6,35 +6,23 @@ import pytest
 import kvstow
 
 mx = pytest.importorskip("mlx.core")
-host = pytest.importorskip("mlx_lm.models.cache")
 fused = pytest.importorskip("kvstow.attention.fused")
 kernels = pytest.importorskip("kvstow.kernels.backend")
 selfcheck = pytest.importorskip("kvstow.attention.selfcheck")
 parity = pytest.importorskip("kvstow.evaluate.parity")
 tiny = pytest.importorskip("tests.integration.tiny")
-batching = pytest.importorskip("tests.integration.test_batch_generate")
+batching = pytest.importorskip("tests.integration.batching")
+scheduled = pytest.importorskip("tests.integration.scheduled")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.mlx,
     pytest.mark.skipif(not kernels.name(), reason="needs mlx with a GPU"),
 ]
-SCHEDULE = (12, 5, 1, 1, -3, 2, 1, 40, 1, 1)
+run = scheduled.run
 # Attention is off by up to 1e-3 (4e-3 in bfloat16), and deferred rounds to TF32; what lies between
 # two codes may then take the other one, in every layer anew. Logits are of order 1.
 LOGITS = {"float32": 0.05, "bfloat16": 0.2}
-
-
-def run(model):
-    cache, text, at, logits = host.make_prompt_cache(model), tiny.tokens(200), 0, []
-    for n in SCHEDULE:
-        if n < 0:
-            host.trim_prompt_cache(cache, -n)
-        else:
-            out = model(text[:, at : at + n], cache=cache)
-            logits.append(np.array(out.astype(mx.float32)))
-        at += n
-    return np.concatenate(logits, axis=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,8 +15,8 @@ stand_in = pytest.importorskip("tests.kernels.stand_in")
 diagnosis = pytest.importorskip("kvstow.evaluate.doctor")
 doctor = pytest.importorskip("kvstow.cli.doctor")
 tiny = pytest.importorskip("tests.integration.tiny")
-routing = pytest.importorskip("tests.integration.test_fused")
-batching = pytest.importorskip("tests.integration.test_batch_generate")
+scheduled = pytest.importorskip("tests.integration.scheduled")
+batching = pytest.importorskip("tests.integration.batching")
 
 pytestmark = pytest.mark.mlx
 metal, metal_folder = metal_on_cpu.metal, metal_on_cpu.metal_folder
@@ -43,16 +43,16 @@ def test_auto_is_deferred_on_a_mac_and_says_why(mac):
 
 def test_kernels_that_were_asked_for_serve_every_step_of_few_tokens(mac):
     model = tiny.build("llama")
-    wanted = routing.logits_of(model, "deferred")
+    wanted = scheduled.logits_of(model, "deferred")
     with kvstow.attached(model, "turbo", fetch="fused") as report:
         assert (report.fetch, report.warnings) == ("fused", ())
         assert "fused: steps of up to 8 tokens; deferred: longer ones" in str(report)
         before = fused.counts()
         mac.clear()
-        got = routing.run(model)
+        got = scheduled.run(model)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGITS)
-    steps = sum(0 < n <= 8 for n in routing.SCHEDULE)
-    longer = sum(n > 8 for n in routing.SCHEDULE[1:])
+    steps = sum(0 < n <= 8 for n in scheduled.SCHEDULE)
+    longer = sum(n > 8 for n in scheduled.SCHEDULE[1:])
     counted = {"kernel": 2 * steps, "more than 8 query tokens": 2 * longer}
     assert fused.counts() - before == counted
     names = [launched["name"].split("_")[2] for launched in mac]

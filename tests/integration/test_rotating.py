@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mlx
 PackedRotating = integration.PackedRotatingKVCache
 DeferredRotating = integration.DeferredRotatingKVCache
 H, D = lists.H, lists.D
-Tokens, Row, turbo, join, cut = lists.Tokens, lists.Row, lists.turbo, lists.join, lists.cut
+Tokens, Row, turbo, cut = lists.Tokens, lists.Row, lists.turbo, lists.cut
 WINDOW = 8
 SCHEMES = ["turbo:k8v3", "turbo:k4v2+start12", "turbo:k2v8+start3+stored", "turbo:k5v5+stored"]
 

@@ -8,7 +8,7 @@ import kvstow
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 tiny = pytest.importorskip("tests.integration.tiny")
-batches = pytest.importorskip("tests.integration.test_batch_generate")
+batching = pytest.importorskip("tests.integration.batching")
 
 pytestmark = pytest.mark.mlx
 NAMES = ["gemma3_text", "gemma3n", "gpt_oss", "llama-sliding", "cohere2"]
@@ -83,12 +83,12 @@ def test_the_sliding_layers_can_be_left_as_they_are():
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama-sliding"])
 def test_a_reply_of_a_batch_is_the_reply_alone_beyond_the_window(name, scheme):
     model = tiny.build(name)
-    requests, n_tokens = batches.prompts((50, 7, 33, 90)), (45, 60, 3, 20)
+    requests, n_tokens = batching.prompts((50, 7, 33, 90)), (45, 60, 3, 20)
     options = {"prefill_batch_size": 2, "completion_batch_size": 3}
     with kvstow.attached(model, scheme):
-        replies = batches.together(model, requests, n_tokens, **options)
+        replies = batching.together(model, requests, n_tokens, **options)
         for request, n, got in zip(requests, n_tokens, replies, strict=True):
-            batches.assert_same_reply(got, batches.alone(model, request, n), batches.LOGITS)
+            batching.assert_same_reply(got, batching.alone(model, request, n), batching.LOGITS)
             assert got.cache[0].capacity <= 32
             assert kvstow.usage(got.cache).tokens == len(request) + n
 
@@ -99,8 +99,8 @@ def test_layers_that_stay_plain_share_their_masks_with_packed_ones_in_a_batch():
     policy = kvstow.Policy.from_dict(
         {"default": "turbo:k8v8", "rules": [{"layers": "0, 2", "scheme": "off"}]}
     )
-    requests, n_tokens = batches.prompts((20, 3, 11)), (9, 12, 5)
+    requests, n_tokens = batching.prompts((20, 3, 11)), (9, 12, 5)
     with kvstow.attached(model, policy):
-        replies = batches.together(model, requests, n_tokens)
+        replies = batching.together(model, requests, n_tokens)
         for request, n, got in zip(requests, n_tokens, replies, strict=True):
-            batches.assert_same_reply(got, batches.alone(model, request, n), batches.LOGITS)
+            batching.assert_same_reply(got, batching.alone(model, request, n), batching.LOGITS)

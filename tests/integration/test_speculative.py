@@ -4,7 +4,6 @@
 """
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,61 +13,20 @@ from kvstow import UnsupportedModel
 
 mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
-tree_map_with_path = pytest.importorskip("mlx.utils").tree_map_with_path
 generation = pytest.importorskip("mlx_lm.generate")
 integration = pytest.importorskip("kvstow.integrations.mlx_lm")
 speculative = pytest.importorskip("kvstow.integrations.mlx_lm.speculative")
 session = pytest.importorskip("kvstow.session")
 tiny = pytest.importorskip("tests.integration.tiny")
+speculating = pytest.importorskip("tests.integration.speculating")
 
 pytestmark = pytest.mark.mlx
 build, tokens = tiny.build, tiny.tokens
-PROMPT_TOKENS, MAX_TOKENS = 20, 24
+PROMPT_TOKENS, MAX_TOKENS = speculating.PROMPT_TOKENS, speculating.MAX_TOKENS
+talking, sequential = speculating.talking, speculating.sequential
+drafted = speculating.drafted
 log = logging.getLogger(__name__)
 FETCHES = ("eager", "deferred")
-
-
-def talking(name="llama", seed=0, **more):
-    """A model whose greedy text is not one token for ever."""
-    model = build(name, seed, **{"tie_word_embeddings": False} | more)
-    if name.startswith("gemma"):  # tied whatever the config says: the last token must weigh less
-        model.update(
-            tree_map_with_path(
-                lambda path, x: 0.01 * x if "embed_tokens.weight" in path else x,
-                model.parameters(),
-            )
-        )
-    return model
-
-
-def sequential(model, scheme, fetch="auto"):
-    with kvstow.attached(model, scheme, fetch=fetch):
-        steps = generation.generate_step(tokens(PROMPT_TOKENS)[0], model, max_tokens=MAX_TOKENS)
-        return [int(token) for token, _ in steps]
-
-
-def drafted(model, draft, scheme, n_draft, fetch="auto"):
-    """Tokens of speculative decoding, both models attached, and the two prompt caches after it."""
-    with (
-        kvstow.attached(model, scheme, fetch=fetch),
-        kvstow.attached(draft, scheme, fetch=fetch),
-    ):
-        pair = speculative.CachePair(*map(host.make_prompt_cache, (model, draft)))
-        steps = list(
-            generation.speculative_generate_step(
-                tokens(PROMPT_TOKENS)[0],
-                model,
-                draft,
-                num_draft_tokens=n_draft,
-                max_tokens=MAX_TOKENS,
-                prompt_cache=pair,
-            )
-        )
-    return SimpleNamespace(
-        tokens=[int(token) for token, *_ in steps],
-        from_draft=[from_draft for *_, from_draft in steps],
-        caches=pair,
-    )
 
 
 # --- the tokens

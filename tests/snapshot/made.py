@@ -5,7 +5,7 @@ import numpy as np
 from kvstow import Policy, Scheme
 from kvstow.codec import reference as codec
 from kvstow.scheme import Turbo
-from kvstow.snapshot import Fingerprint, Manifest, Record, Source, write
+from kvstow.snapshot import Fingerprint, Manifest, Record, Source, header, write
 from kvstow.snapshot.header import TensorInfo
 
 NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -81,3 +81,11 @@ def mixed(path, rng, n_tokens=40, **more):
     both = {**{f"0.{k}": x for k, x in own.items()}, **{f"1.{k}": x for k, x in of_full.items()}}
     layers += [(inner, own), (Record("list", members=(inner, full)), both)]
     return snapshot(path, layers, n_tokens, **more)
+
+
+def signed(raw):
+    """`raw` with a checksum of its header that fits."""
+    at = header.FIXED_BYTES - len('","checksums":"') - 16
+    n_header = int.from_bytes(raw[:8], "little") + 8
+    raw = raw[:at] + b"0" * 16 + raw[at + 16 :]
+    return raw[:at] + header._checksum(raw[:n_header]).encode() + raw[at + 16 :]

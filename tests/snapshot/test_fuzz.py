@@ -9,7 +9,6 @@ import pytest
 from kvstow.errors import SnapshotError
 from kvstow.snapshot import Snapshot
 from tests.snapshot import made
-from tests.snapshot.test_refusals import signed
 
 N_FLIPS, N_CUTS, N_SIGNED = 3000, 1000, 2000
 
@@ -97,7 +96,7 @@ def test_a_header_that_lies_with_a_right_checksum_never_crashes_or_takes_memory(
             tensors = mutated(content, rng)
         whole_header = {"__metadata__": said, **(tensors if isinstance(tensors, dict) else {})}
         text = json.dumps(whole_header, separators=(",", ":")).encode()
-        read(signed(len(text).to_bytes(8, "little") + text + whole[n_header:]))
+        read(made.signed(len(text).to_bytes(8, "little") + text + whole[n_header:]))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * len(whole)

@@ -9,7 +9,7 @@ import pytest
 
 from kvstow import errors
 from kvstow.scheme import Scheme
-from kvstow.snapshot import Fingerprint, Record, Snapshot, check_scheme, header
+from kvstow.snapshot import Fingerprint, Record, Snapshot, check_scheme
 from tests.snapshot import made
 
 
@@ -35,14 +35,6 @@ def test_an_error_names_the_file(path):
         Snapshot(path)
 
 
-def signed(raw):
-    """`raw` with a checksum of its header that fits."""
-    at = header.FIXED_BYTES - len('","checksums":"') - 16
-    n_header = int.from_bytes(raw[:8], "little") + 8
-    raw = raw[:at] + b"0" * 16 + raw[at + 16 :]
-    return raw[:at] + header._checksum(raw[:n_header]).encode() + raw[at + 16 :]
-
-
 def rewritten(path, change):
     """The file with other metadata, all checksums right."""
     raw = path.read_bytes()
@@ -53,7 +45,7 @@ def rewritten(path, change):
     change(manifest, content)
     metadata["manifest"] = json.dumps(manifest)
     text = json.dumps(content, separators=(",", ":")).encode()
-    path.write_bytes(signed(len(text).to_bytes(8, "little") + text + raw[n_header:]))
+    path.write_bytes(made.signed(len(text).to_bytes(8, "little") + text + raw[n_header:]))
 
 
 def test_a_file_that_is_missing_is_an_error_with_its_name(tmp_path):
@@ -108,7 +100,7 @@ def test_a_header_that_claims_to_be_shorter_than_any_is_damaged(path, claimed):
 def test_a_newer_format_is_refused_by_its_version(path):
     raw = path.read_bytes()
     newer = raw.replace(b'"kvstow_snapshot":"0001"', b'"kvstow_snapshot":"0002"', 1)
-    path.write_bytes(signed(newer))
+    path.write_bytes(made.signed(newer))
     assert refusal(path) is errors.NewerSnapshot
     with pytest.raises(errors.NewerSnapshot, match="version 0002; this program reads version 0001"):
         Snapshot(path)
@@ -179,7 +171,7 @@ def test_nesting_without_end_is_damage(path):
     n_header = int.from_bytes(raw[:8], "little") + 8
     start = raw[8:n_header].index(b'"manifest":"') + 20
     deep = raw[8:start] + b"[" * 200_000
-    path.write_bytes(signed(len(deep).to_bytes(8, "little") + deep))
+    path.write_bytes(made.signed(len(deep).to_bytes(8, "little") + deep))
     assert refusal(path) is errors.DamagedSnapshot
 
 
@@ -187,7 +179,7 @@ def test_a_name_given_twice_is_damage(path):
     raw = path.read_bytes()
     n_header = int.from_bytes(raw[:8], "little") + 8
     text = re.sub(rb'"tokens":\{', b'"tokens":{},"tokens":{', raw[8:n_header])
-    path.write_bytes(signed(len(text).to_bytes(8, "little") + text + raw[n_header:]))
+    path.write_bytes(made.signed(len(text).to_bytes(8, "little") + text + raw[n_header:]))
     assert refusal(path) is errors.DamagedSnapshot
 
 
