@@ -268,6 +268,16 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def summary(row: dict[str, Any]) -> str:
+    """A run in a line."""
+    line = f"{row['tool']:9} {row['part']:7} {row['status']} in {row['seconds']} s"
+    if row["errors"] is not None:
+        line += f": {row['errors']} errors, {row['warnings']} warnings"
+    if row["kernels"] is not None:
+        line += f"; {row['kernels']} kernels, {row['launches']} launches"
+    return line
+
+
 def main() -> None:
     options = arguments()
     limits = options.timeout, options.limit
@@ -285,15 +295,13 @@ def main() -> None:
         for done in as_completed([pool.submit(checker.row, one) for one in wanted]):
             row = done.result()
             failed += not row["ok"]
-            counts = f"{row['errors']} errors, {row['warnings']} warnings"
-            ran = f"{row['kernels']} kernels, {row['launches']} launches, {row['seconds']} s"
-            print(f"{row['tool']:9} {row['part']:7} {row['status']}: {counts}; {ran}", flush=True)
+            print(summary(row), flush=True)
             if not row["ok"]:
                 print(*(f"    {line}" for line in row["said"]), sep="\n", flush=True)
             if options.output is not None:
                 with options.output.open("a") as file:
                     print(json.dumps({**row, **about}), file=file)
-    print("controls were found and all else is clean" if not failed else f"{failed} runs are not")
+    print(f"{failed} of {len(wanted)} runs failed" if failed else "clean; every control was found")
     sys.exit(1 if failed else 0)
 
 
