@@ -226,6 +226,7 @@ def rows(model: Any, cell: Cell, schemes: list[Scheme], options: argparse.Namesp
             "batch": cell.batch,
             "tokens": cell.tokens,
             "scheme": name,
+            "longest": False,
             "refused": None,
             **row,
             "vs_off": round(ms["off"] / mine, 3) if mine and ms.get("off") else None,
@@ -241,18 +242,18 @@ def main() -> None:
         model = random_llama(dtype)
     else:
         model, _ = load(options.model, dtype=options.dtype)
-    runs = [(cell, options.schemes) for cell in options.cells]
+    runs = [(cell, options.schemes, False) for cell in options.cells]
     for scheme in options.longest:
         cell = longest(model, scheme, options.longest_batch, options.memory_bytes)
-        runs.append((cell, [scheme]))
+        runs.append((cell, [scheme], True))
     about = environment(" ".join(["python", *sys.argv]), BLAS)
-    for cell, schemes in runs:
+    for cell, schemes, is_longest in runs:
         for row in rows(model, cell, schemes, options):
             said = row["refused"] or f"{row['step_ms']:9.3f} ms {row['vs_off']}x {row['fetch']}"
             print(f"{cell.batch:3} x {cell.tokens:7} {row['scheme']:12} {said}", flush=True)
             if options.output is not None:
                 with options.output.open("a") as file:
-                    print(json.dumps({**row, **about}), file=file)
+                    print(json.dumps({**row, "longest": is_longest, **about}), file=file)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,12 @@ def legend(figure: Figure, entries: Sequence[tuple[str, dict[str, Any]]]) -> Non
 
 def caption(figure: Figure, rows: Sequence[Row], more: str) -> None:
     """Below the axes: the setting of the rows, what is drawn, and what measured it."""
+    note(figure, [about(rows[0]), more, "Measured by " + "; ".join(runs(rows)) + "."])
+
+
+def note(figure: Figure, lines: Sequence[str]) -> None:
+    """Lines below the axes, wrapped to the width of the figure."""
     columns = int(figure.get_figwidth() * CAPTION_COLUMNS)
-    lines = [about(rows[0]), more, "Measured by " + "; ".join(runs(rows)) + "."]
     wrapped = [part for line in lines for part in textwrap.wrap(clean(line), columns)]
     left = {"x": 0.01, "ha": "left", "fontsize": 7, "color": GREY}
     figure.supxlabel("\n".join(wrapped), **left)

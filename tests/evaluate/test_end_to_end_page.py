@@ -1,0 +1,180 @@
+"""What the pages say of whole models is the recorded rows, and figures show them."""
+
+import argparse
+import json
+import re
+import runpy
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+pytest.importorskip("matplotlib")
+
+import mlx.core as mx
+
+import kvstow
+from kvstow.evaluate.figures.decoding import digest
+from tests.integration import tiny
+
+pytestmark = pytest.mark.mlx
+ROOT = Path(kvstow.__file__).parents[2]
+TOOL = runpy.run_path(str(ROOT / "tools/make_end_to_end_docs.py"))
+FILES = {"section": "docs/kernels.md", "readme": "README.md"}
+LIMIT = 130_000_000_000
+REASON = "no kernel for this length"
+
+
+def made(batch, tokens, scheme, ms=None, *, needed=50, off_ms=None, **more):
+    """A row with the fields of the benchmark's: measured, not fitting, or failed."""
+    fits = needed * 10**9 <= LIMIT
+    row = {
+        "bench": "end_to_end",
+        "model": "llama8b",
+        "dtype": "bfloat16",
+        "batch": batch,
+        "tokens": tokens,
+        "scheme": scheme,
+        "longest": False,
+        "refused": None if ms else REASON if fits else f"needs {needed} GB of 130.0",
+        "needed_bytes": needed * 10**9,
+        "fits": fits,
+        "vs_off": round(off_ms / ms, 3) if off_ms and ms else None,
+        "vs_affine8": None,
+        "memory_limit_bytes": LIMIT,
+        "command": "python benchmarks/bench_end_to_end.py",
+        "commit": "0123456789",
+        "device": "A GPU",
+        "mlx": "0.0",
+    }
+    if ms:
+        row |= {
+            "fetch": "fused",
+            "attention_calls": {"kernel": 32},
+            "step_ms": ms,
+            "step_ms_all": [ms],
+            "decode_tokens_per_s": batch * 1e3 / ms,
+            "kv_bytes": needed * 10**8,
+            "kv_bytes_bf16": needed * 10**8,
+            "peak_memory_bytes": needed * 10**9,
+            "peak_memory_bytes_growing": needed * 10**9,
+        }
+    return row | more
+
+
+ROWS = [
+    made(1, 4096, "off", 10.0, needed=20, off_ms=10.0),
+    made(1, 4096, "affine:8"),
+    made(1, 4096, "turbo:k8v3", 8.0, needed=18, off_ms=10.0),
+    made(8, 32768, "off", needed=140),
+    made(8, 32768, "affine:8"),
+    made(8, 32768, "turbo:k8v3", 40.0, needed=60),
+    made(8, 24576, "off", 30.0, longest=True),
+    made(8, 61440, "turbo:k8v3", 80.0, longest=True),
+]
+
+
+def said(rows):
+    return list(TOOL["section"](rows))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pages_are_those_of_the_recorded_rows(name):
+    text = (ROOT / FILES[name]).read_text(encoding="utf-8")
+    made_again = TOOL["page"](text, TOOL[name](TOOL["recorded"]()))
+    assert made_again == text, "run tools/make_end_to_end_docs.py"
+
+
+def test_figures_are_those_of_the_recorded_rows():
+    rows = TOOL["recorded"]()
+    shown = [row for row in (TOOL["groups"](rows) or [[]])[0] if not row["longest"]]
+    for name in TOOL["PICTURES"]:
+        path = ROOT / "docs/figures" / name
+        assert path.exists() == bool(rows)
+        if rows:
+            assert digest(shown) in path.read_text(encoding="utf-8"), "run the tool"
+
+
+def test_a_table_says_what_ran_how_much_faster_and_why_the_rest_did_not():
+    lines = said(ROWS)
+    assert "| 1 | 4k | 100.0 | failed | 125.0 (1.25) |" in lines
+    assert "| 8 | 32k | does not fit | failed | 200.0 |" in lines
+    assert "| 8 | 32k | does not fit | failed | 60.0 (6.00) |" in lines
+    assert f"- `affine:8` failed: {REASON}" in lines
+    assert any("61440 tokens in each of 8 rows, 2.50 times `off`; 100.0" in x for x in lines)
+    assert any("kernel: 160" in line for line in lines)
+
+
+def test_the_last_row_of_a_cell_counts_and_models_stand_apart():
+    again = made(1, 4096, "off", 20.0, off_ms=20.0)
+    other = made(1, 4096, "off", 1.0, off_ms=1.0, model="smollm2")
+    lines = said(TOOL["distinct"]([*ROWS, again, other]))
+    assert "| 1 | 4k | 50.0 | failed | 125.0 (1.25) |" in lines
+    assert "| 1 | 4k | 1000.0 |" in lines
+    assert len([line for line in lines if line.startswith("| batch")]) == 4
+
+
+def texts_of(svg):
+    return ["".join(x.itertext()) for x in ET.fromstring(svg).iter() if x.tag.endswith("}text")]
+
+
+def test_figures_are_the_same_bytes_again_and_have_no_date():
+    files = TOOL["figures"](ROWS)
+    assert files == TOOL["figures"](ROWS)
+    for svg in files.values():
+        assert not re.search(r"20\d\d-\d\d|Matplotlib", svg.decode())
+        assert digest(ROWS[:6]) in svg.decode()
+    assert digest(ROWS[:5]) != digest(ROWS[:6])
+
+
+def test_figures_name_schemes_batches_and_contexts_and_say_where_off_does_not_fit():
+    speed, memory = map(texts_of, TOOL["figures"](ROWS).values())
+    for shown in (speed, memory):
+        assert {"off", "turbo:k8v3", "batch 1", "batch 8", "4k", "32k"} <= set(shown)
+        assert any("A GPU with mlx 0.0, at 0123456789" in text for text in shown)
+        assert "24k" not in shown  # the longest context is no cell
+    assert "off does not fit" in speed
+    assert "off does not fit" not in memory
+
+
+def test_points_are_the_ratios_that_are_known_and_crosses_the_cells_that_are_refused():
+    figure = TOOL["draw_speed"](ROWS[:6], [])
+    first, second = figure.axes
+    points = [tuple(map(list, line.get_data())) for line in first.lines if line.get_marker() == "o"]
+    assert points == [([0], [1.0]), ([], []), ([0], [1.25])]
+    assert [line.get_marker() for line in second.lines].count("x") == 1
+    assert all(not len(line.get_xdata()) for line in second.lines if line.get_marker() == "o")
+    assert len(second.patches) == 1
+
+
+def test_memory_is_measured_or_else_hollow_and_estimated():
+    _, second = TOOL["draw_memory"](ROWS[:6], []).axes
+    hollow = [line for line in second.lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_ydata()) for line in hollow] == [[140.0], [], []]
+    assert any(list(line.get_ydata()) == [60.0] for line in second.lines)
+    assert second.lines[0].get_ydata()[0] == LIMIT / 1e9
+
+
+def test_rows_of_the_benchmark_have_what_is_shown():
+    bench = runpy.run_path(str(ROOT / "benchmarks/bench_end_to_end.py"))
+    model = tiny.build("llama")
+    options = argparse.Namespace(
+        model="tiny", dtype="float32", fetch="auto", steps=1, rounds=1, memory_bytes=10**10
+    )
+    schemes = [kvstow.Scheme.parse(text) for text in ("off", "turbo:k8v3")]
+    about = {key: ROWS[0][key] for key in ("command", "commit", "device", "mlx")}
+    cell = bench["Cell"].parse("2x300")
+    rows = [row | about for row in bench["rows"](model, cell, schemes, options)]
+    options.memory_bytes = 1
+    rows += [row | about for row in bench["rows"](model, bench["Cell"](1, 300), schemes, options)]
+    assert [row["fits"] for row in rows] == [True, True, False, False]
+    assert [set(row) for row in rows] == [set(ROWS[0])] * 2 + [set(ROWS[3])] * 2
+    assert rows[1]["kv_bytes"] < rows[0]["kv_bytes"]
+    assert json.dumps(rows)
+    assert len(said(rows)) > 10
+    assert TOOL["figures"](rows)
+    longest = bench["longest"](model, schemes[1], 2, 10**8)
+    shape = kvstow.integrations.mlx_lm.read_shape(model)
+    assert bench["needed_bytes"](model, shape, schemes[1], longest) <= 10**8
+    assert not mx.isnan(bench["noise"]((2, 3, 5000, 4), mx.float32)).any()
