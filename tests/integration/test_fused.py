@@ -94,7 +94,7 @@ def test_the_report_names_the_layers_that_have_no_kernels_for_prompts(kernels, m
     rule = kvstow.policy.Rule(layers=(1,), scheme=kvstow.Scheme.parse("turbo:k4v4"))
     policy = kvstow.Policy(kvstow.Scheme.parse("turbo"), (rule,))
     with kvstow.attached(build("llama"), policy) as report:
-        said = "steps of any length, in layers 1 of up to 8 tokens; deferred: longer ones there, "
+        said = "steps of any length, up to 8 tokens in layers 1; deferred: longer ones there, "
         assert said in report.fetch_reason
 
 

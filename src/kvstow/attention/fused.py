@@ -71,7 +71,7 @@ def has_kernel(task: Task) -> bool:
     """Whether there is a kernel for it on the GPU that MLX uses, right or wrong."""
     try:
         task.name(kernels.device())
-    except ValueError:
+    except Exception:  # as in a self-check: no step fails for it
         return False
     return True
 

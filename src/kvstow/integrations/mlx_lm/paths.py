@@ -144,7 +144,7 @@ def _said(short: list[int], n_fused: int) -> str:
         return f"steps of any length; deferred: {_OTHER_MASKS}"
     if len(short) == n_fused:
         return f"steps of {few}; deferred: longer ones, and {_OTHER_MASKS}"
-    where = f"in layers {spans(short)} of {few}"
+    where = f"{few} in layers {spans(short)}"
     return f"steps of any length, {where}; deferred: longer ones there, and {_OTHER_MASKS}"
 
 
