@@ -219,6 +219,8 @@ void store(u32 at, T x) {
 }
 inline u32 load32(u32 at) { return load<u32>(at); }
 inline u32 load16(u32 at) { return load<u16>(at); }
+inline void load64(u32 at, u32& a, u32& b) { a = load32(at), b = load32(at + 4); }
+inline void load128(u32 at, u32& a, u32& b, u32& c, u32& d) { load64(at, a, b), load64(at + 8, c, d); }
 inline float load_float(u32 at) { return load<float>(at); }
 inline void store32(u32 at, u32 v) { store(at, v); }
 inline void store8(u32 at, u32 v) { store(at, (u8)v); }

@@ -99,11 +99,10 @@ class DecodeKernel:
     def shared_bytes(self) -> int:
         """Shared memory of a block: ``DecodeShape::SHARED_BYTES``, computed again."""
         groups = self.head_dim // GROUP_SIZE
-        piece_bits = min(self.head_dim // 8, 32) * self.value_bits
         token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
-        stage = _round_up(self.tile * token + (16 if piece_bits % 32 else 0), 128)
+        stage = _round_up(self.tile * token, 128)
         queries = _round_up(self.rows * (2 * self.head_dim + 4 * groups + 4), 128)
-        table = 0 if self.value_bits <= 3 else 128 << self.value_bits
+        table = 0 if self.value_bits == 3 else 128 << (8 if self.value_bits < 5 else self.value_bits)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
         return queries + table + self.warps * max(self.stages * stage, merge)
 

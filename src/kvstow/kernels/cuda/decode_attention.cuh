@@ -69,12 +69,13 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows
   TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
 
   write_query_planes<S, T>(args, rows, shared, b, head);
-  Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
+  using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
+  Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
   __syncthreads();
   const Queries<S> queries(shared);
   const KeyReader<S> keys;
   const ValueReader<S> value_reader;
-  const Codebook<S::VALUE_BITS> codebook(args, shared + S::AT_TABLE);
+  const Centroids centroids(args, shared + S::AT_TABLE);
   OnlineSoftmax<S> softmax;
   ValueSums<S> values;
 
@@ -102,7 +103,7 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows
     }
     softmax.take(scores, queries, values);
     KVSTOW_UNROLL
-    for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, codebook, stage, sub, scores[sub]);
+    for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, centroids, stage, sub, scores[sub]);
   }
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) softmax.greatest[i] *= queries.steps[i];

@@ -6,17 +6,17 @@ namespace kvstow {
 // A stage of a warp's ring in shared memory holds one tile: TILE tokens of one KV head.
 //
 //   AT_KEYS           TILE rows of key codes, 16-byte chunks of a row swizzled (5 bits: as stored)
+//   AT_VALUES         TILE rows of value codes, 16-byte chunks swizzled (3 and 5 bits: as stored)
 //   AT_KEY_SCALES     TILE x GROUPS float16
 //   AT_KEY_ZEROS      TILE x GROUPS float16
 //   AT_VALUE_SCALES   TILE x GROUPS float16
-//   AT_VALUES         TILE rows of value codes, as stored
 //
 // And a block's shared memory, the queries as int8 planes in front (see query_planes.cuh):
 //
 //   AT_QUERIES   ROW_QUADS x GROUPS x 8 columns x 32 bytes
 //   AT_SUMS      ROWS x GROUPS float32: what a query's integers add up to in each group
 //   AT_STEPS     ROWS float32: what an integer is worth
-//   AT_TABLE     centroids, 32 copies so that each lane has a bank to itself; none up to 3 bits
+//   AT_TABLE     centroids, so many copies that each lane has banks to itself; none for 3 bits
 //   AT_RING      WARPS x STAGES stages; at the end, what the warps have to merge
 template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int STAGES_, int TILE_>
 struct DecodeShape {
@@ -36,23 +36,24 @@ struct DecodeShape {
   // Aligned words that hold a piece, wherever it begins.
   static constexpr int WORDS =
       (PIECE_BITS + (PIECE_BITS % 32 == 0 ? 0 : PIECE_BITS % 16 == 0 ? 16 : 24) + 31) / 32;
-  static constexpr int OVERRUN = PIECE_BITS % 32 ? 16 : 0;  // the last word may begin past the row
 
-  static constexpr int AT_KEYS = 0, AT_KEY_SCALES = TILE * KEY_ROW;
+  static constexpr int AT_KEYS = 0, AT_VALUES = TILE * KEY_ROW;  // words read past the last value are not used
+  static constexpr int AT_KEY_SCALES = AT_VALUES + TILE * VALUE_ROW;
   static constexpr int AT_KEY_ZEROS = AT_KEY_SCALES + TILE * SCALE_ROW;
   static constexpr int AT_VALUE_SCALES = AT_KEY_ZEROS + TILE * SCALE_ROW;
-  static constexpr int AT_VALUES = AT_VALUE_SCALES + TILE * SCALE_ROW;
-  static constexpr int STAGE_BYTES = (AT_VALUES + TILE * VALUE_ROW + OVERRUN + 127) / 128 * 128;
+  static constexpr int STAGE_BYTES = (AT_VALUE_SCALES + TILE * SCALE_ROW + 127) / 128 * 128;
 
   static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
   static constexpr int AT_TABLE = (AT_STEPS + ROWS * 4 + 127) / 128 * 128;
-  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS <= 3 ? 0 : 128 << VALUE_BITS);
+  static constexpr bool PAIRED = VALUE_BITS == 2 || VALUE_BITS == 4;  // see pair_table.cuh
+  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS == 3 ? 0 : 128 << (PAIRED ? 8 : VALUE_BITS));
   static constexpr int SUMS_PER_LANE = DIMS * ROW_QUADS;
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
   static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
 
   static constexpr bool QUERIES_IN_REGISTERS = ROW_QUADS * GROUPS <= 8;
   static constexpr bool SWIZZLED_KEYS = KEY_BITS != 5;  // its rows are no power of two
+  static constexpr bool SWIZZLED_VALUES = VALUE_BITS != 3 && VALUE_BITS != 5;
 
   static_assert(D == 64 || D == 128 || D == 256 || D == 512, "no such head_dim");
   static_assert(TILE % 16 == 0 && TILE * SCALE_ROW % 16 == 0, "a copy moves 16 bytes");
@@ -61,6 +62,12 @@ struct DecodeShape {
   // Chunk c of key row r lies at chunk c ^ swizzle(r): eight rows then touch all banks once.
   KVSTOW_INLINE static constexpr int swizzle(int row) {
     return KEY_ROW >= 128 ? row & 7 : row / (128 / KEY_ROW) & (KEY_ROW / 16 - 1);
+  }
+  // The same of values, where `row` and the chunk count from the 128 bytes on that hold it: what lanes of
+  // tokens 2t, t = 0 .. 3, read at once lies in different banks.
+  KVSTOW_INLINE static constexpr int value_swizzle(int row) {
+    const int t = row >> 1 & 3;
+    return VALUE_ROW >= 256 ? (t & 1) | (t & 2) << 1 : VALUE_ROW >= 64 ? 2 * t : VALUE_ROW == 32 ? t & 2 : 0;
   }
 };
 

@@ -34,8 +34,9 @@ struct PrefillShape {
     static constexpr int AT_KEYS = 0, AT_KEY_SCALES = 128 * KEY_BITS, AT_KEY_ZEROS = AT_KEY_SCALES + 64;
     static constexpr int AT_VALUE_SCALES = AT_KEY_ZEROS + 64, AT_VALUES = AT_VALUE_SCALES + 64;
     static constexpr int STAGE_BYTES = 128 * (KEY_BITS + VALUE_BITS + 2);
-    static constexpr bool SWIZZLED_KEYS = false;
+    static constexpr bool SWIZZLED_KEYS = false, SWIZZLED_VALUES = false;
     KVSTOW_INLINE static constexpr int swizzle(int) { return 0; }
+    KVSTOW_INLINE static constexpr int value_swizzle(int) { return 0; }
   };
 
   static constexpr int HALVES_BYTES = 2 * TILE * ROW_BYTES;  // of one tile's keys and values

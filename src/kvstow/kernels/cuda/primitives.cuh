@@ -124,6 +124,12 @@ KVSTOW_INLINE u32 load16(u32 at) {
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at));
   return v;
 }
+KVSTOW_INLINE void load64(u32 at, u32& a, u32& b) {
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(at));
+}
+KVSTOW_INLINE void load128(u32 at, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(at));
+}
 KVSTOW_INLINE float load_float(u32 at) { return __uint_as_float(load32(at)); }
 KVSTOW_INLINE void store32(u32 at, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v)); }
 KVSTOW_INLINE void store8(u32 at, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(v)); }

@@ -16,7 +16,7 @@ struct TileRing {
   static constexpr int SCALE_COPIES = (3 * SCALE_CHUNKS + 31) / 32;
 
   const u8 *keys, *values, *scales[SCALE_COPIES];  // what this lane copies next
-  u32 key_slot;                                    // where its first chunk of keys goes in a stage
+  u32 key_slot, value_slot;                        // where its first chunks go in a stage
   u32 first, last, filling;                        // stages
   int tile, low, high, end;                        // token of the next tile; what is read; where to stop
 
@@ -42,6 +42,8 @@ struct TileRing {
       const int row = lane / CHUNKS;
       key_slot = row * S::KEY_ROW + (lane % CHUNKS ^ S::swizzle(row)) * 16;
     }
+    value_slot = S::AT_VALUES + lane * 16;
+    if (S::SWIZZLED_VALUES) value_slot ^= S::value_swizzle(lane * 16 / S::VALUE_ROW) * 16;
     KVSTOW_UNROLL
     for (int i = 0; i < S::STAGES - 1; ++i) copy_next();
   }
@@ -74,6 +76,11 @@ struct TileRing {
     return filling + moved + i * 512;
   }
 
+  KVSTOW_INLINE u32 value_at(int i) const {
+    const u32 moved = S::SWIZZLED_VALUES ? value_slot ^ S::value_swizzle(i * 512 / S::VALUE_ROW) * 16 : value_slot;
+    return filling + moved + i * 512;
+  }
+
   KVSTOW_INLINE void copy_whole() {
     const int lane = threadIdx.x & 31;
     KVSTOW_UNROLL
@@ -82,7 +89,7 @@ struct TileRing {
     KVSTOW_UNROLL
     for (int i = 0; i < VALUE_COPIES; ++i)
       if (VALUE_CHUNKS % 32 == 0 || lane + 32 * i < VALUE_CHUNKS)
-        copy16(filling + S::AT_VALUES + lane * 16 + i * 512, values + i * 512);
+        copy16(value_at(i), values + i * 512);
     KVSTOW_UNROLL
     for (int i = 0; i < SCALE_COPIES; ++i)
       if (3 * SCALE_CHUNKS % 32 == 0 || lane + 32 * i < 3 * SCALE_CHUNKS)
@@ -99,8 +106,7 @@ struct TileRing {
     KVSTOW_ROLLED
     for (int i = 0; i < VALUE_COPIES; ++i)
       if (lane + 32 * i < VALUE_CHUNKS)
-        copy_chunk(filling + S::AT_VALUES + lane * 16 + i * 512, values + i * 512, (lane + 32 * i) * 16,
-                   from * S::VALUE_ROW, to * S::VALUE_ROW);
+        copy_chunk(value_at(i), values + i * 512, (lane + 32 * i) * 16, from * S::VALUE_ROW, to * S::VALUE_ROW);
     KVSTOW_UNROLL
     for (int i = 0; i < SCALE_COPIES; ++i)
       if (lane + 32 * i < 3 * SCALE_CHUNKS)

@@ -4,7 +4,7 @@
 // tokens 2t, 2t + 1, 2t + 8 and 2t + 9, so that a register is one dim of two tokens. Operand B
 // holds the weights, transposed from the scores' layout.
 #pragma once
-#include "codebook.cuh"
+#include "pair_table.cuh"
 namespace kvstow {
 
 // Weights are scaled to reach this power of two, the best use of float16's range.
@@ -20,12 +20,15 @@ struct ValueReader {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int byte = g * S::LANE_BITS / 8;
     at = S::AT_VALUES + 2 * t * S::VALUE_ROW + (byte & ~3);
+    if (S::SWIZZLED_VALUES) at ^= S::value_swizzle(2 * t) * 16;
     scales_at = S::AT_VALUE_SCALES + 2 * t * S::SCALE_ROW + g * S::DIMS / 32 * 2;
     shift = (byte & 3) * 8;
     outer = g & 1 ? 0x7632 : 0x5410, middle = g & 1 ? 0x6543 : 0x4321;
     asm volatile("" : "+r"(at), "+r"(scales_at));  // kept in registers, not made again for every tile
   }
   KVSTOW_INLINE static int token(int k) { return (k >> 1) * 8 + (k & 1); }  // beside 2t
+  // So many bytes further on in a tile. Those below 128 are zero in `at`, but for the swizzle.
+  KVSTOW_INLINE u32 swizzled(u32 stage, int bytes) const { return stage + (at ^ bytes % 128) + bytes / 128 * 128; }
 
   // Scales of tokens 2t, 2t + 1 and of 2t + 8, 2t + 9.
   KVSTOW_INLINE void read_scales(u32 stage, int subtile, int piece, u32 (&pairs)[2]) const {
@@ -38,9 +41,18 @@ struct ValueReader {
   KVSTOW_INLINE void read_codes(u32 stage, int subtile, int piece, u32 (&words)[4][S::WORDS]) const {
     KVSTOW_UNROLL
     for (int k = 0; k < 4; ++k) {
-      const u32 from = stage + at + (subtile * 16 + token(k)) * S::VALUE_ROW + piece * S::PIECE_BITS / 8;
-      KVSTOW_UNROLL
-      for (int x = 0; x < S::WORDS; ++x) words[k][x] = load32(from + x * 4);
+      const int ahead = (subtile * 16 + token(k)) * S::VALUE_ROW + piece * S::PIECE_BITS / 8;
+      if constexpr (S::SWIZZLED_VALUES && S::WORDS % 4 == 0) {
+        KVSTOW_UNROLL
+        for (int x = 0; x < S::WORDS; x += 4)
+          load128(swizzled(stage, ahead + x * 4), words[k][x], words[k][x + 1], words[k][x + 2], words[k][x + 3]);
+      } else if constexpr (S::SWIZZLED_VALUES && S::WORDS == 2) {
+        load64(swizzled(stage, ahead), words[k][0], words[k][1]);
+      } else {
+        const u32 from = S::SWIZZLED_VALUES ? swizzled(stage, ahead) : stage + at + ahead;
+        KVSTOW_UNROLL
+        for (int x = 0; x < S::WORDS; ++x) words[k][x] = load32(from + x * 4);
+      }
     }
   }
 };
@@ -50,13 +62,13 @@ template <class S>
 struct ValueDecoder {
   static constexpr bool SIX_BYTES = S::VALUE_BITS == 3 && S::PIECE == 16;  // 48 bits in two words
   const ValueReader<S>& reader;
-  const Codebook<S::VALUE_BITS>& codebook;
+  using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
+  const Centroids& centroids;
   u32 (&words)[4][S::WORDS];
   u32 middles[4];
 
-  KVSTOW_INLINE ValueDecoder(const ValueReader<S>& reader_, const Codebook<S::VALUE_BITS>& codebook_,
-                             u32 (&words_)[4][S::WORDS])
-      : reader(reader_), codebook(codebook_), words(words_) {
+  KVSTOW_INLINE ValueDecoder(const ValueReader<S>& reader_, const Centroids& centroids_, u32 (&words_)[4][S::WORDS])
+      : reader(reader_), centroids(centroids_), words(words_) {
     KVSTOW_UNROLL
     for (int k = 0; k < 4; ++k) {
       if (SIX_BYTES) {
@@ -82,16 +94,19 @@ struct ValueDecoder {
       const u32 both = w == 0   ? pick_bytes(words[k][0], words[k + 1][0], reader.outer)
                        : w == 3 ? pick_bytes(words[k][S::WORDS - 1], words[k + 1][S::WORDS - 1], reader.outer)
                                 : pick_bytes(middles[k], middles[k + 1], w == 1 ? 0x5410 : 0x7632);
-      codebook.four_pairs(w & 1 ? both >> 4 : both, pairs);
-    } else if constexpr (S::VALUE_BITS <= 3) {
+      centroids.four_pairs(w & 1 ? both >> 4 : both, pairs);
+    } else if constexpr (S::PAIRED) {
+      const int word = w * 4 * S::VALUE_BITS / 32;
+      centroids.four_pairs(words[k][word], words[k + 1][word], w, pairs);
+    } else if constexpr (S::VALUE_BITS == 3) {
       constexpr int N = 4 * S::VALUE_BITS;
-      codebook.four_pairs(pick_bytes(bits(k, w * N, N), bits(k + 1, w * N, N), 0x5410), pairs);
+      centroids.four_pairs(pick_bytes(bits(k, w * N, N), bits(k + 1, w * N, N), 0x5410), pairs);
     } else {
       KVSTOW_UNROLL
       for (int y = 0; y < 4; ++y) {
         const int from = (4 * w + y) * S::VALUE_BITS;
-        const u32 a = codebook.centroid(bits(k, from, S::VALUE_BITS));
-        const u32 b = codebook.centroid(bits(k + 1, from, S::VALUE_BITS));
+        const u32 a = centroids.centroid(bits(k, from, S::VALUE_BITS));
+        const u32 b = centroids.centroid(bits(k + 1, from, S::VALUE_BITS));
         pairs[y] = pick_bytes(a, b, 0x5410);
       }
     }
@@ -118,8 +133,8 @@ struct ValueSums {
       }
   }
   // Weights of tokens g + 8e and rows 4i + t.
-  KVSTOW_INLINE void add(const ValueReader<S>& reader, const Codebook<S::VALUE_BITS>& codebook, u32 stage,
-                         int subtile, const float (&weights)[2][S::ROW_QUADS]) {
+  KVSTOW_INLINE void add(const ValueReader<S>& reader, const typename PairsOf<S::VALUE_BITS>::Type& centroids,
+                         u32 stage, int subtile, const float (&weights)[2][S::ROW_QUADS]) {
     u32 operand[S::ROW_TILES][2];
     KVSTOW_UNROLL
     for (int p = 0; p < S::ROW_TILES; ++p) KVSTOW_UNROLL
@@ -133,7 +148,7 @@ struct ValueSums {
       u32 words[4][S::WORDS], scales[2];
       reader.read_codes(stage, subtile, piece, words);
       reader.read_scales(stage, subtile, piece, scales);
-      const ValueDecoder<S> decoder(reader, codebook, words);
+      const ValueDecoder<S> decoder(reader, centroids, words);
       KVSTOW_UNROLL
       for (int w = 0; w < S::PIECE / 4; ++w) {
         u32 a[2][4];  // of tokens 2t, 2t + 1 and of 2t + 8, 2t + 9; four dims each
