@@ -6,7 +6,7 @@
 // columns, so that eight query rows cost what one does.
 //
 //   scores[token, row] = keys . queries     int8 products of the stored codes      key_scores.cuh
-//   weights = 2^(scores - greatest)         float32                                here
+//   weights = 2^(scores - reference)        float32                                here
 //   sums[dim, row] += values . weights      float16 products of decoded centroids  value_sums.cuh
 //   output = unrotate(sums / total)         once per row, by the last split        merge.cuh
 #pragma once
@@ -15,43 +15,57 @@
 #include "tile_ring.cuh"
 namespace kvstow {
 
-// A warp's softmax over the tokens it has seen.
+// A warp's softmax over the tokens it has seen. Weights are relative to a score that is at most SLACK below the
+// greatest: as long as that holds, lanes need not tell each other what they have.
 template <class S>
 struct OnlineSoftmax {
-  float greatest[S::ROW_QUADS], total[S::ROW_QUADS];  // of row 4i + t; total: tokens of this lane
+  static constexpr float SLACK = 2.f, NO_SCORE = -3e38f;  // powers of two; finite, so that NaN cannot arise
+  // Of row 4i + t: what a score in powers of two is less, to be the exponent of its weight; and the sum of
+  // the weights of this lane's tokens.
+  float base[S::ROW_QUADS], total[S::ROW_QUADS];
 
   KVSTOW_INLINE OnlineSoftmax() {
     KVSTOW_UNROLL
-    for (int i = 0; i < S::ROW_QUADS; ++i) greatest[i] = minus_infinity(), total[i] = 0.f;
+    for (int i = 0; i < S::ROW_QUADS; ++i) base[i] = NO_SCORE, total[i] = 0.f;
   }
-  // Turns the scores of a tile into weights up to 2^WEIGHT_LOG2.
+  // Turns the scores of a tile into weights.
   KVSTOW_INLINE void take(float (&scores)[S::SUBTILES][2][S::ROW_QUADS], const Queries<S>& queries,
                           ValueSums<S>& values) {
-    float shrink[S::ROW_QUADS];
-    bool changed = false;
+    float top[S::ROW_QUADS];
+    bool above = false;
     KVSTOW_UNROLL
     for (int i = 0; i < S::ROW_QUADS; ++i) {
-      float top = greatest[i];
+      float greatest = minus_infinity();
       KVSTOW_UNROLL
       for (int sub = 0; sub < S::SUBTILES; ++sub)
-        top = fmaxf(top, fmaxf(scores[sub][0][i], scores[sub][1][i]));
-      KVSTOW_UNROLL
-      for (int o = 4; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
-      changed |= top != greatest[i];
-      const float step = queries.steps[i], finite = top == minus_infinity() ? 0.f : top;
-      shrink[i] = exp2_approx((greatest[i] - finite) * step);
-      greatest[i] = top;
-      total[i] *= shrink[i];
-      const float base = fmaf(finite, step, -WEIGHT_LOG2);
-      KVSTOW_UNROLL
+        greatest = fmaxf(greatest, fmaxf(scores[sub][0][i], scores[sub][1][i]));
+      top[i] = greatest * queries.steps[i];
+      above |= top[i] - base[i] > WEIGHT_LOG2 + SLACK;
+    }
+    if (__any_sync(WHOLE_WARP, above)) raise(top, values);
+    KVSTOW_UNROLL
+    for (int i = 0; i < S::ROW_QUADS; ++i) KVSTOW_UNROLL
       for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
         for (int e = 0; e < 2; ++e) {
-          scores[sub][e][i] = exp2_approx(fmaf(scores[sub][e][i], step, -base));
+          scores[sub][e][i] = exp2_approx(fmaf(scores[sub][e][i], queries.steps[i], -base[i]));
           total[i] += scores[sub][e][i];
         }
-    }
-    if (__any_sync(WHOLE_WARP, changed)) values.scale(shrink);
   }
+  // The greatest exponent of each row becomes WEIGHT_LOG2; a row whose own is no greater stays as it is.
+  KVSTOW_INLINE void raise(float (&top)[S::ROW_QUADS], ValueSums<S>& values) {
+    float shrink[S::ROW_QUADS];
+    KVSTOW_UNROLL
+    for (int i = 0; i < S::ROW_QUADS; ++i) {
+      KVSTOW_UNROLL
+      for (int o = 4; o < 32; o <<= 1) top[i] = fmaxf(top[i], __shfl_xor_sync(WHOLE_WARP, top[i], o));
+      const float raised = fmaxf(top[i] - WEIGHT_LOG2, base[i]);
+      shrink[i] = exp2_approx(base[i] - raised);
+      base[i] = raised, total[i] *= shrink[i];
+    }
+    values.scale(shrink);
+  }
+  // The score, in powers of two, that has the weight 2^WEIGHT_LOG2; minus infinity if no token was seen.
+  KVSTOW_INLINE float reference(int i) const { return base[i] == NO_SCORE ? minus_infinity() : base[i] + WEIGHT_LOG2; }
 };
 
 // The tokens of one split, for the rows of one block.
@@ -105,9 +119,10 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows
     KVSTOW_UNROLL
     for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, centroids, stage, sub, scores[sub]);
   }
+  float reference[S::ROW_QUADS];
   KVSTOW_UNROLL
-  for (int i = 0; i < S::ROW_QUADS; ++i) softmax.greatest[i] *= queries.steps[i];
-  merge_warps(args, rows, rings, values, softmax.greatest, softmax.total, b, head, split);
+  for (int i = 0; i < S::ROW_QUADS; ++i) reference[i] = softmax.reference(i);
+  merge_warps(args, rows, rings, values, reference, softmax.total, b, head, split);
 }
 
 // Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.

@@ -1,8 +1,8 @@
 // From sums of a warp to sums of a split, and from those to the output.
 //
-// Every part holds the greatest score of its tokens, in powers of two, and sums of weights and of
-// weighted values relative to it; parts with different ones are brought to the greater one. The
-// greatest score has the weight 2^WEIGHT_LOG2.
+// Every part holds a score near the greatest of its tokens, in powers of two, and sums of weights and of
+// weighted values relative to it: its own weight would be 2^WEIGHT_LOG2. Parts with different ones are
+// brought to the greatest one.
 #pragma once
 #include "value_sums.cuh"
 namespace kvstow {
@@ -19,10 +19,10 @@ KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>&
 }
 
 // Merges the warps of a block, through the memory of their rings.
-//   greatest[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
+//   reference[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
 template <class S>
 KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 ring,
-                               const ValueSums<S>& values, const float (&greatest)[S::ROW_QUADS],
+                               const ValueSums<S>& values, const float (&reference)[S::ROW_QUADS],
                                float (&weight)[S::ROW_QUADS], int b, int head, int split) {
   constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -41,7 +41,7 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
       store_float(at + S::ROW_QUADS * 128, values.sums[m][i / 2][2 + (i & 1)]);
     }
     if (g == 0) {
-      store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8, greatest[i]);
+      store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8, reference[i]);
       store_float(mine + AT_WEIGHTS + (i * 4 + t) * 8 + 4, weight[i]);
     }
   }

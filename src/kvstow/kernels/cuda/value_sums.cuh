@@ -7,8 +7,9 @@
 #include "pair_table.cuh"
 namespace kvstow {
 
-// Weights are scaled to reach this power of two, the best use of float16's range.
-constexpr float WEIGHT_LOG2 = 15.f;
+// The power of two that is the weight of the score which others are relative to. No weight is more than four
+// times that, so this is the best use of float16's range.
+constexpr float WEIGHT_LOG2 = 13.5f;
 
 template <class S>
 struct ValueReader {
