@@ -118,6 +118,13 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+// Products and sums of two float32 are exact enough in 113 bits to be rounded once more, downwards.
+inline float rounded_down(__float128 exact) {
+  const float nearest = (float)exact;
+  return nearest > exact ? std::nextafter(nearest, -INFINITY) : nearest;
+}
+inline float __fmul_rd(float a, float b) { return rounded_down((__float128)a * b); }
+inline float __fmaf_rd(float a, float b, float c) { return rounded_down((__float128)a * b + c); }
 inline float __frcp_rn(float a) { return 1.f / a; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

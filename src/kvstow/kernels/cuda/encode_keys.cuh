@@ -25,6 +25,17 @@ struct KeyCodes {
     return a;
   }
 
+  // The code of a number of steps, as its lowest bits; of NaN it is 0.
+  KVSTOW_INLINE static u32 whole_or_nan(float steps) {
+    return (u32)most(LEAST, least(MOST, __float2int_rn(steps))) & ((1u << BITS) - 1);
+  }
+  // The same but for NaN: the sum has no place for a fraction, so it is rounded as it is made.
+  KVSTOW_INLINE static u32 whole(float steps) {
+    constexpr float NO_FRACTION = 0x1.8p23f;
+    const float sum = __fadd_rn(fminf(fmaxf(steps, (float)LEAST), (float)MOST), NO_FRACTION);
+    return __float_as_uint(sum) & (BITS == 8 ? 0xFFFFFFFFu : (1u << BITS) - 1);
+  }
+
   // At 8 bits: the best of four zeros a quarter of a step apart, of a scale that leaves room for them.
   KVSTOW_INLINE static void search(Affine& a, const float (&x)[32], float low, float high,
                                    const u64* errors) {
@@ -75,9 +86,10 @@ KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int grou
   if (SEARCH && BITS == 8) Codes::search(affine, x, low, high, args.key_errors);
   if (GUARD) Codes::guard(affine, low, high);
   BitStream<BITS> stream;
-  Divider(affine.divisor, fmaxf(fabsf(low), fabsf(high))).each(x, [&](int i, float steps) {
-    const int code = __float2int_rn(__fsub_rn(steps, affine.offset));  // NaN becomes 0
-    stream.put(i, (u32)most(Codes::LEAST, least(Codes::MOST, code)) & ((1u << BITS) - 1));
+  const Divider divider(affine.divisor, fmaxf(fabsf(low), fabsf(high)));
+  divider.each(x, [&](int i, float steps) {
+    const float code = __fsub_rn(steps, affine.offset);
+    stream.put(i, divider.quick ? Codes::whole(code) : Codes::whole_or_nan(code));
   });
   stream.store(args.key_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
   args.key_scales[place.row * (D / 32) + group] = affine.scale;

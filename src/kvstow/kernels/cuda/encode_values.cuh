@@ -47,19 +47,36 @@ struct Rotation {
 // How many boundaries lie strictly below a number: its code, a tie the lower one; NaN: 0.
 template <int BITS>
 struct Boundaries {
+  static constexpr int KEPT = BITS <= 3 ? (1 << BITS) - 1 : 0;  // in registers
   const float* edges;
-  float kept[7];  // of 3 bits, in registers
+  float kept[KEPT ? KEPT : 1];
 
   KVSTOW_INLINE Boundaries(const float* edges_) : edges(edges_) {
-    if (BITS == 3) KVSTOW_UNROLL
-      for (int i = 0; i < 7; ++i) kept[i] = edges[i];
+    if (KEPT) KVSTOW_UNROLL
+      for (int i = 0; i < KEPT; ++i) kept[i] = edges[i];
   }
+  // Boundaries for numbers that are not divided yet: x / divisor, rounded, is above an edge just if it lies above
+  // the middle between the edge and the next number of float32. That is one bit longer than a float32, so that
+  // no x is equal to divisor times it, and x may be compared with the product rounded down.
+  KVSTOW_INLINE void multiply(float divisor) {
+    KVSTOW_UNROLL
+    for (int i = 0; i < KEPT; ++i) {
+      const float edge = kept[i];
+      const u32 bits = __float_as_uint(edge);
+      const float half_step = 0.5f * (__uint_as_float(edge < 0.f ? bits - 1 : bits + 1) - edge);
+      kept[i] = edge == 0.f ? __fmul_rd(divisor * 0x1p-75f, 0x1p-75f) : __fmaf_rd(divisor, edge, divisor * half_step);
+    }
+  }
+  // Whether that is so, for any x: nothing leaves the range of float32.
+  KVSTOW_INLINE static bool can_multiply(float divisor) { return KEPT && divisor >= 1e-9f && divisor < 1e30f; }
+
   KVSTOW_INLINE u32 code(float x) const {
     if (BITS == 3) {
       const bool p = kept[3] < x, q = (p ? kept[5] : kept[1]) < x;
       const bool r = (p ? (q ? kept[6] : kept[4]) : (q ? kept[2] : kept[0])) < x;
       return (p ? 4 : 0) + (q ? 2 : 0) + (r ? 1 : 0);
     }
+    if (BITS == 2) return (kept[1] < x ? 2 : 0) + ((kept[1] < x ? kept[2] : kept[0]) < x ? 1 : 0);
     u32 below = 0;
     KVSTOW_UNROLL
     for (int step = 1 << (BITS - 1); step; step >>= 1) below += edges[below + step - 1] < x ? step : 0;
@@ -122,7 +139,7 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
       divisor = FLOAT16_MAX;
     }
   }
-  const Boundaries<BITS> boundaries(edges);
+  Boundaries<BITS> boundaries(edges);
   BitStream<BITS> stream;
   if (SEARCH) {
     float units[32];
@@ -131,6 +148,10 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
     if (safe) scale = search_values<BITS>(args, boundaries, units, divisor);
     KVSTOW_UNROLL
     for (int i = 0; i < 32; ++i) stream.put(i, boundaries.code(units[i]));
+  } else if (boundaries.can_multiply(divisor)) {
+    boundaries.multiply(divisor);
+    KVSTOW_UNROLL
+    for (int i = 0; i < 32; ++i) stream.put(i, boundaries.code(x[i]));
   } else {
     Divider(divisor, rms).each(x, [&](int i, float units) { stream.put(i, boundaries.code(units)); });
   }

@@ -97,7 +97,11 @@ struct BitStream {
     KVSTOW_UNROLL
     for (int i = 0; i < BITS; ++i) words[i] = 0;
   }
-  KVSTOW_INLINE void put(int i, u32 code) {  // code < 2^BITS
+  KVSTOW_INLINE void put(int i, u32 code) {  // code < 2^BITS; of 8 bits, those above are not used
+    if (BITS == 8) {
+      words[i / 4] = pick_bytes(words[i / 4], code, 0x3210 + ((4 - i % 4) << i % 4 * 4));
+      return;
+    }
     const int from = i * BITS, word = from / 32, shift = from % 32;
     words[word] |= code << shift;
     if (shift + BITS > 32) words[word + 1 < BITS ? word + 1 : word] |= code >> (32 - shift);
