@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,12 +24,14 @@ def test_two_processes_print_the_text_of_one_once_and_hold_half_each(cli, tiny):
     assert 2 * together["kv_bytes"] == alone["kv_bytes"]
 
 
-@processes.needs_ring
-def test_heads_that_do_not_divide_are_refused_before_weights_load(directory):
+@pytest.mark.usefixtures("no_load")
+def test_heads_that_do_not_divide_are_refused_before_weights_load(refused, directory, monkeypatch):
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(ours, "launched", lambda: ours.Processes(group, 2, 0))
     model = directory(num_attention_heads=9, num_key_value_heads=3)
-    done = processes.launch(*PROGRAM, "--model", str(model))
-    assert "this llama cannot be split over 2 processes: its 9 query heads and 3 KV" in done.stderr
-    assert "mlx-lm cannot load" not in done.stderr
+    error = refused("generate", "-p", "hi", "--model", model, code=1)
+    said = "this llama cannot be split over 2 processes: its 9 query heads and 3 KV"
+    assert said in " ".join(error.split())
 
 
 def test_a_draft_model_beside_several_processes_is_a_usage_error(refused, monkeypatch):

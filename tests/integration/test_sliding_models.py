@@ -1,5 +1,7 @@
 """Models with sliding windows of 32 tokens, several laps long: quantised in every layer."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -25,32 +27,35 @@ def run(model, cache):
     return np.concatenate(logits, axis=1)
 
 
+@cache
+def logits(name, scheme="off", fetch="auto"):
+    """Of the whole schedule, under a scheme for all layers; several tests look at the same."""
+    model = tiny.build(name)
+    with kvstow.attached(model, scheme, fetch=fetch) as report:
+        assert scheme == "off" or report.n_quantised == len(report.layers)
+        return run(model, host.make_prompt_cache(model))
+
+
 def rms(x):
     return float(np.sqrt(np.square(x).mean()))
 
 
+@pytest.mark.xdist_group("laps")
 @pytest.mark.parametrize("fetch", ["eager", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 def test_under_k8v8_logits_stay_close_lap_after_lap(name, fetch):
-    model = tiny.build(name)
-    exact = run(model, host.make_prompt_cache(model))
-    with kvstow.attached(model, "turbo:k8v8", fetch=fetch) as report:
-        assert report.n_quantised == len(report.layers)
-        stored = run(model, host.make_prompt_cache(model))
+    exact, stored = logits(name), logits(name, "turbo:k8v8", fetch)
     # The median, since a token of gpt_oss may go to another expert.
     apart = np.sqrt(np.square(stored - exact).mean(axis=-1))[0] / exact.std()
     assert 0 < np.median(apart) < 0.04
     assert np.median(apart[-20:]) < 0.05  # errors do not pile up
 
 
+@pytest.mark.xdist_group("laps")
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_bits_are_further_away(name):
-    model = tiny.build(name)
-    exact = run(model, host.make_prompt_cache(model))
-    apart = []
-    for scheme in ("turbo:k8v8", "turbo:k8v3", "turbo:k2v2"):
-        with kvstow.attached(model, scheme):
-            apart.append(rms(run(model, host.make_prompt_cache(model)) - exact))
+    schemes = ("turbo:k8v8", "turbo:k8v3", "turbo:k2v2")
+    apart = [rms(logits(name, scheme, "auto") - logits(name)) for scheme in schemes]
     assert apart == sorted(apart)
 
 

@@ -35,10 +35,10 @@ FETCHES = ("eager", "deferred")
 @pytest.mark.parametrize("fetch", FETCHES)
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k4v2", "turbo:k8v3+stored"])
 def test_a_draft_that_is_always_wrong_changes_no_token(fetch, scheme):
-    """Verify steps of 2 to 8 tokens, each of which is trimmed again."""
+    """Verify steps of 2 and of 8 tokens, each of which is trimmed again."""
     model, draft = talking(), talking(seed=1)
     wanted = sequential(model, scheme, fetch)
-    for n_draft in (1, 4, 7):
+    for n_draft in (1, 7):
         got = drafted(model, draft, scheme, n_draft, fetch)
         assert got.tokens == wanted
         assert sum(got.from_draft) <= 2  # by chance
