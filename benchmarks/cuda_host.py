@@ -105,7 +105,7 @@ class CudaHost:
         pointers.append(self.constant(tables.CENTROIDS, vb, np.float32))
         pointers += self._search_tables(vb) if search else (None, None)
         args = EncodeArgs(*map(_pointer, pointers), h, n, b * h * n, n, 0, h * n * d, n * d, d)
-        self.launch(kernel, (-(-b * h * n // kernel.vectors), 2), args)
+        self.launch(kernel, (kernel.n_blocks(b * h * n),), args)
         return planes
 
     def decode(self, queries: Any, planes: Planes, scheme: Turbo, **options: Any) -> "DecodeCall":

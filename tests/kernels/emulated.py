@@ -103,7 +103,7 @@ def encode(keys, values, widths, folder, *, search=False, position=0):
     arrays = [keys, values, *planes, SIGNS[d].astype(np.int8), BOUNDARIES[vb], *tables]
     args = EncodeArgs(*map(_address, arrays), h, n, b * h * n, n + 8, position, h * n * d, n * d, d)
     launch = compile_kernel(kernel, folder)
-    assert launch(ctypes.byref(args), -(-b * h * n // kernel.vectors), 2, 1)
+    assert launch(ctypes.byref(args), kernel.n_blocks(b * h * n), 1, 1)
     return planes
 
 

@@ -92,7 +92,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
         counts = _encode_counts(h, n, b * h * n)
         planes = encode_callable(kernel)(
             inputs=[keys, values, signs(d), boundaries(scheme.value_bits), *tables, counts],
-            grid=(-(-b * h * n // kernel.vectors) * kernel.threads, 2, 1),
+            grid=(kernel.n_blocks(b * h * n) * kernel.threads, 1, 1),
             threadgroup=(kernel.threads, 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,

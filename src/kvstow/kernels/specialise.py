@@ -179,12 +179,16 @@ class EncodeKernel:
     @property
     def blocks(self) -> int:
         """Blocks of a multiprocessor that registers must suffice for: latency is hidden by many."""
-        return 2 if self.search else 6
+        return 2 if self.search else 8
 
     @property
     def vectors(self) -> int:
         """Keys, or values, that a block encodes."""
         return self.threads // (self.head_dim // GROUP_SIZE)
+
+    def n_blocks(self, n_vectors: int) -> int:
+        """Blocks of a launch for so many keys, and as many values."""
+        return 2 * -(-n_vectors // self.vectors)
 
     @property
     def shared_bytes(self) -> int:

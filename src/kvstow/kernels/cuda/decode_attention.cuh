@@ -79,10 +79,11 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows
   const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
   const u64 plane_row = (u64)b * args.n_kv_heads + head;
   const int tile0 = begin + warp * S::TILE;
+  const LoadedRows<S, T> loaded(args, rows, b, head);
   const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
   TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
 
-  write_query_planes<S, T>(args, rows, shared, b, head);
+  loaded.write(args, shared);
   using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
   Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
   __syncthreads();

@@ -6,14 +6,15 @@ namespace kvstow {
 
 constexpr int ENCODE_THREADS = 128;
 
-// Grid (ceil(n_vectors / (128 / groups)), 2), one lane per group; y = 0 keys, 1 values.
+// Grid 2 * ceil(n_vectors / (128 / groups)), one lane per group. Blocks of keys, which wait for memory, alternate
+// with blocks of values, which compute.
 // `table` holds 2^VALUE_BITS floats in shared memory.
 template <int D, int KEY_BITS, int VALUE_BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   constexpr int GROUPS = D / 32, N_EDGES = (1 << VALUE_BITS) - 1;
-  const u32 vector = blockIdx.x * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS;
+  const u32 vector = blockIdx.x / 2 * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS;
   const int group = threadIdx.x % GROUPS;
-  if (blockIdx.y == 0) {
+  if (blockIdx.x % 2 == 0) {
     if (vector < args.n_vectors) encode_key_group<D, KEY_BITS, T, GUARD, SEARCH>(args, vector, group);
     return;
   }

@@ -91,6 +91,9 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
   const float2 none = make_float2(minus_infinity(), 0.f);
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
+  float sign[E];  // loaded as early as the rest
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e) sign[e] = args.signs[lane * E + e];
   const int head = row / args.n_queries % (args.n_kv_heads * args.group);
   const float sink = args.sinks ? args.sinks[head] * LOG2_E : minus_infinity();
   float top = fmaxf(own.x, sink), x[E] = {};
@@ -144,10 +147,7 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
   const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
   KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e) {
-    const int d = lane * E + e;
-    set_element<T>(args.output, row * S::D + d, x[e] * norm * (float)args.signs[d]);
-  }
+  for (int e = 0; e < E; ++e) set_element<T>(args.output, row * S::D + lane * E + e, x[e] * norm * sign[e]);
 }
 
 // The last split of a block's rows to arrive finishes them, so that one launch does it all.
@@ -156,9 +156,9 @@ KVSTOW_INLINE void finish(const DecodeArgs& args, const BlockRows<S>& rows, char
                           int row_block) {
   const int n_splits = rows.splits(args);
   if (args.n_splits > 1) {
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+      __threadfence();  // for all threads of the block, whose barrier was before
       int* arrived = args.arrivals + (b * args.n_kv_heads + head) * args.row_blocks + row_block;
       const bool is_last = atomicAdd(arrived, 1) == n_splits - 1;
       if (is_last) *arrived = 0;

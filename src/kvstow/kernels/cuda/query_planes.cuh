@@ -15,45 +15,53 @@ KVSTOW_INLINE int operand_byte(int element) {
   return element / 8 * 8 + element % 2 * 4 + element % 8 / 2;  // even elements, then odd ones
 }
 
-// All warps of a block write; the caller waits for all.
+// The rows that a warp turns into planes. They are loaded here, before a caller asks for anything that there is
+// more of: what is asked for later comes later.
 template <class S, Dtype T>
-KVSTOW_INLINE void write_query_planes(const DecodeArgs& args, const BlockRows<S>& rows, u32 shared, int b,
-                                      int head) {
-  constexpr int PER_WARP = (S::ROWS + S::WARPS - 1) / S::WARPS;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, byte = operand_byte<S::KEY_BITS>(lane);
+struct LoadedRows {
+  static constexpr int PER_WARP = (S::ROWS + S::WARPS - 1) / S::WARPS;
   float x[PER_WARP][S::GROUPS];  // element `lane` of each group
-  KVSTOW_UNROLL
-  for (int k = 0; k < PER_WARP; ++k) KVSTOW_UNROLL
-    for (int j = 0; j < S::GROUPS; ++j) {
-      const int r = warp + k * S::WARPS;
-      const auto at = [&] { return rows.index(args, b, head, r) * S::D + j * 32 + lane; };
-      x[k][j] = r < rows.rows ? element<T>(args.queries, at()) : 0.f;
-    }
-  KVSTOW_UNROLL
-  for (int k = 0; k < PER_WARP; ++k) {
-    const int r = warp + k * S::WARPS;
-    if (S::ROWS % S::WARPS && r >= S::ROWS) break;
-    u32 greatest = 0;  // as an integer: infinity and NaN are above every number
+
+  KVSTOW_INLINE LoadedRows(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     KVSTOW_UNROLL
-    for (int j = 0; j < S::GROUPS; ++j) greatest = max(greatest, __float_as_uint(x[k][j]) & 0x7FFFFFFFu);
-    greatest = __reduce_max_sync(WHOLE_WARP, greatest);
-    const bool lost = greatest >= 0x7F800000u;
-    const u32 exponent = lost ? 0 : greatest & 0x7F800000u;
-    const float step = __uint_as_float(max(exponent, 0x10000000u)) * 0x1p-13f;
-    KVSTOW_UNROLL
-    for (int j = 0; j < S::GROUPS; ++j) {
-      const int n = lost ? 0 : __float2int_rn(x[k][j] / step), high = (n + 128) >> 8;
-      const int sum = __reduce_add_sync(WHOLE_WARP, n);
-      const u32 column = shared + S::AT_QUERIES + ((r / 4 * S::GROUPS + j) * 8 + r % 4 * 2) * 32;
-      store8(column + byte, high);
-      store8(column + 32 + byte, n - high * 256);
-      // NaN here makes every score of the row NaN, as it is.
-      const float kept = lost ? __uint_as_float(0x7FC00000u) : (float)sum;
-      if (lane == 0) store_float(shared + S::AT_SUMS + (r * S::GROUPS + j) * 4, kept);
-    }
-    if (lane == 0) store_float(shared + S::AT_STEPS + r * 4, step * args.scale_log2);
+    for (int k = 0; k < PER_WARP; ++k) KVSTOW_UNROLL
+      for (int j = 0; j < S::GROUPS; ++j) {
+        const int r = warp + k * S::WARPS;
+        const auto at = [&] { return rows.index(args, b, head, r) * S::D + j * 32 + lane; };
+        x[k][j] = r < rows.rows ? element<T>(args.queries, at()) : 0.f;
+      }
   }
-}
+
+  // All warps of a block write; the caller waits for all.
+  KVSTOW_INLINE void write(const DecodeArgs& args, u32 shared) const {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, byte = operand_byte<S::KEY_BITS>(lane);
+    KVSTOW_UNROLL
+    for (int k = 0; k < PER_WARP; ++k) {
+      const int r = warp + k * S::WARPS;
+      if (S::ROWS % S::WARPS && r >= S::ROWS) break;
+      u32 greatest = 0;  // as an integer: infinity and NaN are above every number
+      KVSTOW_UNROLL
+      for (int j = 0; j < S::GROUPS; ++j) greatest = max(greatest, __float_as_uint(x[k][j]) & 0x7FFFFFFFu);
+      greatest = __reduce_max_sync(WHOLE_WARP, greatest);
+      const bool lost = greatest >= 0x7F800000u;
+      const u32 exponent = lost ? 0 : greatest & 0x7F800000u;
+      const float step = __uint_as_float(max(exponent, 0x10000000u)) * 0x1p-13f;
+      KVSTOW_UNROLL
+      for (int j = 0; j < S::GROUPS; ++j) {
+        const int n = lost ? 0 : __float2int_rn(x[k][j] / step), high = (n + 128) >> 8;
+        const int sum = __reduce_add_sync(WHOLE_WARP, n);
+        const u32 column = shared + S::AT_QUERIES + ((r / 4 * S::GROUPS + j) * 8 + r % 4 * 2) * 32;
+        store8(column + byte, high);
+        store8(column + 32 + byte, n - high * 256);
+        // NaN here makes every score of the row NaN, as it is.
+        const float kept = lost ? __uint_as_float(0x7FC00000u) : (float)sum;
+        if (lane == 0) store_float(shared + S::AT_SUMS + (r * S::GROUPS + j) * 4, kept);
+      }
+      if (lane == 0) store_float(shared + S::AT_STEPS + r * 4, step * args.scale_log2);
+    }
+  }
+};
 
 // A lane's part of the planes. Row quad i is rows 4i .. 4i + 3, of which the lane's own is 4i + t.
 template <class S>
