@@ -25,12 +25,13 @@ struct LoadedRows {
   KVSTOW_INLINE LoadedRows(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     KVSTOW_UNROLL
-    for (int k = 0; k < PER_WARP; ++k) KVSTOW_UNROLL
-      for (int j = 0; j < S::GROUPS; ++j) {
-        const int r = warp + k * S::WARPS;
-        const auto at = [&] { return rows.index(args, b, head, r) * S::D + j * 32 + lane; };
-        x[k][j] = r < rows.rows ? element<T>(args.queries, at()) : 0.f;
-      }
+    for (int k = 0; k < PER_WARP; ++k) {
+      const int r = warp + k * S::WARPS;
+      const bool is_row = r < rows.rows;
+      const u64 from = rows.index(args, b, head, is_row ? r : 0) * S::D + lane;
+      KVSTOW_UNROLL
+      for (int j = 0; j < S::GROUPS; ++j) x[k][j] = is_row ? element<T>(args.queries, from + j * 32) : 0.f;
+    }
   }
 
   // All warps of a block write; the caller waits for all.
