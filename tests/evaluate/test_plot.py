@@ -128,15 +128,17 @@ def test_the_law_s_rate_and_its_interval_are_in_the_legend():
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["<script>&\"'", "$\\frac$ ^_{", "_hidden", "a\x00b\nc\ud800", "模型", ""]
-)
+NAMES = ("<script>&\"'", "$\\frac$ ^_{", "_hidden", "a\x00b\nc\ud800", "模型", "")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_may_be_called_anything(kind, name):
-    rows = [*bits_rows(2, 3, model=name), *layer_rows(name), needle_row(model=name)]
-    rows += [*bits_rows(2, 3), *layer_rows(), needle_row()]
+def test_models_may_be_called_anything(kind):
+    rows = [*bits_rows(2, 3), *layer_rows(), needle_row()]
+    for name in NAMES:
+        rows += [*bits_rows(2, 3, model=name), *layer_rows(name), needle_row(model=name)]
     shown = "\n".join(texts_of(render(rows, kind, ".svg")))
-    assert "".join(c if c.isprintable() else "\ufffd" for c in name) in shown
+    written = ["".join(c if c.isprintable() else "\ufffd" for c in name) for name in NAMES]
+    assert [name for name in written if name not in shown] == []
 
 
 def test_many_models_and_schemes_are_told_apart():
