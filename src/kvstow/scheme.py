@@ -174,6 +174,11 @@ class Turbo(Scheme):
     stored: bool = False
     search: bool = False
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bits of a key code and of a value code."""
+        return self.key_bits, self.value_bits
+
     def __post_init__(self) -> None:
         _check_in("key bits", self.key_bits, KEY_BITS)
         _check_in("value bits", self.value_bits, VALUE_BITS)

@@ -60,7 +60,7 @@ def test_steps_of_any_length_go_to_the_kernels(kernels, fetch):
     assert fused.counts() - before == Counter({"kernel": 10})
     assert {call.scale for call in kernels.attended} == {0.125}
     assert {call.window for call in kernels.attended if call.longest < 100} == {0}
-    appended = [shape[2] for shape, _ in kernels.encoded if shape[:2] == (1, 2)]
+    appended = [s[2] for s, _ in kernels.encoded + kernels.appended if s[:2] == (1, 2)]
     assert appended == [n for n in (12, 5, 1, 8, 9, 2) for _layer in range(2)]
 
 

@@ -36,8 +36,10 @@ class StandIn:
 
     attended: list[Attended] = field(default_factory=list)
     encoded: list[tuple] = field(default_factory=list)
+    appended: list[tuple] = field(default_factory=list)  # shapes and positions
     error: BaseException | None = None  # of every call
     attention_off: float = 0.0  # added to every output
+    tokens: list[mx.array] = field(default_factory=list)  # that appends have returned
     bytes_off: bool = False  # whether encoded scales are wrong
 
     Rows = real.Rows
@@ -49,8 +51,9 @@ class StandIn:
     def device(self):
         return Device.of(90)
 
-    def attend(self, queries, planes, tokens, scheme, scores):
+    def attend(self, queries, planes, tokens, scheme, scores, *, after=None):
         self.raise_if_told()
+        assert after is None or any(after is token for token in self.tokens)
         keys, values = planes
         b, _, n, _ = queries.shape
         capacity = keys.scales.shape[2]
@@ -97,6 +100,25 @@ class StandIn:
         v = codec.encode_values(values, bits=scheme.value_bits, guard=True, search=scheme.search)
         return (k._replace(scales=k.scales + 1), v) if self.bytes_off else (k, v)
 
+    def can_append(self):
+        return True
+
+    def append(self, planes, position, exact, scheme, *, after=None):
+        """Write to the memory of the planes, at once: whoever shares it will see."""
+        assert after is None or any(after is token for token in self.tokens)
+        keys, values = exact
+        made = self.encode(keys, values, scheme)
+        self.encoded.pop()
+        self.appended.append((keys.shape, position))
+        mx.eval(planes, made)
+        for plane, rows in zip(planes, (*made[0], *made[1]), strict=True):
+            memory = np.asarray(plane)
+            assert memory.flags.writeable
+            assert memory.flags.c_contiguous
+            memory[:, :, position : position + keys.shape[2]] = np.array(rows)
+        self.tokens.append(mx.array([position]))
+        return self.tokens[-1]
+
     def raise_if_told(self):
         if self.error is not None:
             raise self.error
@@ -105,6 +127,7 @@ class StandIn:
         """Whatever was recorded, the calls of self-checks too."""
         self.attended.clear()
         self.encoded.clear()
+        self.appended.clear()
 
 
 def new_process(monkeypatch):

@@ -27,7 +27,7 @@ ELEMENTS = {
     **dict.fromkeys(("key_scales", "key_zeros", "value_scales"), "__half"),
     **dict.fromkeys(("centroids", "boundaries", "sums", "weights", "sinks"), "float"),
     **dict.fromkeys(("key_errors", "value_errors"), "unsigned long long"),
-    **dict.fromkeys(("arrivals", "counts", "starts", "lengths"), "int32_t"),
+    **dict.fromkeys(("arrivals", "counts", "starts", "lengths", "written", "done"), "int32_t"),
 }
 
 
@@ -65,6 +65,7 @@ def test_attention_of_prompts_compiles_with_the_signature_of_mlx():
 def test_the_encoder_compiles_with_the_signature_of_mlx(search):
     kernel = EncodeKernel(64, 4, 3, "bfloat16", search=search)
     compile_or_skip(build.encode_callable.__wrapped__(kernel))
+    compile_or_skip(build.append_callable.__wrapped__(kernel))
 
 
 def compile_or_skip(program):

@@ -9,9 +9,10 @@ with the reason. Nothing here raises where that would not.
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -76,6 +77,11 @@ def has_kernel(task: Task) -> bool:
     return True
 
 
+def can_append() -> bool:
+    """Whether `append` has a kernel on the GPU that MLX uses, right or wrong."""
+    return not why_no_device() and kernels.can_append()
+
+
 def counts() -> Counter[str]:
     """Calls of attention over windows marked for the kernel, in this process.
 
@@ -101,7 +107,12 @@ def attend(
     if isinstance(call, Call):
         try:
             output = kernels.attend(
-                queries, _aligned(window), call.tokens, window.scheme, call.scores
+                queries,
+                _aligned(window),
+                call.tokens,
+                window.scheme,
+                call.scores,
+                after=window.written,
             )
         except Exception as error:
             call = "the kernel could not be called"
@@ -110,21 +121,65 @@ def attend(
             _count(KERNEL)
             return output
     _count(call)
-    return attend_deferred(queries, window, **how)
+    return attend_deferred(queries, window.settled(), **how)
 
 
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
     """Both in one launch, the bytes of `codec.reference`; None where the kernel cannot."""
-    if why_no_device() or keys.shape != values.shape or keys.dtype != values.dtype:
+    if why_no_device() or not _are_alike(keys, values) or _why_not_encoded(scheme, keys):
         return None
-    if not keys.size or keys.ndim != 4:
+    return _called(lambda: kernels.encode(keys, values, scheme))
+
+
+def append(
+    scheme: Turbo,
+    planes: tuple[mx.array, ...],
+    position: int,
+    exact: tuple[mx.array, mx.array],
+    *,
+    after: mx.array | None = None,
+) -> mx.array | None:
+    """Both encoded into the memory of planes; None where the kernel cannot.
+
+    Args:
+        scheme: What to store.
+        planes: The five of them ``(b, h, capacity, *)``, contiguous; nobody else has a handle.
+        position: Where in the capacity the first token comes to be.
+        exact: Keys and values ``(b, h, t, d)``.
+        after: What was returned for tokens that are being written still.
+
+    Returns:
+        An array that is there once the tokens are, these and those of `after`.
+    """
+    keys, values = exact
+    if not can_append() or not _are_alike(keys, values):
         return None
+    if _why_not_encoded(scheme, keys, append=True):
+        return None
+    return _called(lambda: kernels.append(planes, position, exact, scheme, after=after))
+
+
+def _are_alike(keys: mx.array, values: mx.array) -> bool:
+    return (
+        keys.ndim == 4
+        and keys.size > 0
+        and keys.shape == values.shape
+        and keys.dtype == values.dtype
+    )
+
+
+def _why_not_encoded(scheme: Turbo, keys: mx.array, *, append: bool = False) -> str:
     widths = scheme.key_bits, scheme.value_bits
-    task = EncodeTask(*widths, keys.shape[-1], dtype_name(keys.dtype), scheme.search)
-    if _why_unchecked(task):
-        return None
+    head_dim, dtype = keys.shape[-1], dtype_name(keys.dtype)
+    return _why_unchecked(EncodeTask(*widths, head_dim, dtype, scheme.search, append))
+
+
+_Made = TypeVar("_Made")
+
+
+def _called(encode: Callable[[], _Made]) -> _Made | None:
     try:
-        return kernels.encode(keys, values, scheme)
+        return encode()
     except Exception as error:
         what = "the encoding kernel could not be called"
         _warn(f"{what}: {say(error)}", once=what)

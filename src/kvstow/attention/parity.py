@@ -10,6 +10,7 @@ from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.codec import reference as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.kernels import backend as kernels
+from kvstow.kernels.calls import encoded_planes
 from kvstow.scheme import Turbo
 
 # Norm of the error over norm of the output. Queries become integers of 14 bits, weights and
@@ -21,6 +22,8 @@ WINDOWS = (0, 50)
 # Of a prompt: enough rows for several blocks, the last one cut; and tokens that are not split.
 PROMPT_HEADS, PROMPT_QUERIES, UNSPLIT = 3, 61, 200
 N_VECTORS = 64
+# Of planes that are appended to: what they hold, and tokens before and behind those appended.
+OTHERS, POSITION, ROOM = 77, 3, 10
 PLANES = ("key codes", "key scales", "key zeros", "value codes", "value scales")
 
 
@@ -120,16 +123,40 @@ def _of_encoding(task: EncodeTask, rng: np.random.Generator) -> str:
     with np.errstate(over="ignore"):
         keys = mx.array(given).astype(dtype)
         values = mx.array(np.roll(given, 1, axis=2)).astype(dtype)
-    made = kernels.encode(keys, values, scheme)
+    made = _appended(keys, values, scheme) if task.append else kernels.encode(keys, values, scheme)
     options = {"guard": True, "search": task.search}
     want = (
         codec.encode_keys(_floats(keys), bits=task.key_bits, **options),
         codec.encode_values(_floats(values), bits=task.value_bits, **options),
     )
     for name, got, plane in zip(PLANES, (*made[0], *made[1]), (*want[0], *want[1]), strict=True):
+        if task.append:
+            plane = _around(plane)
         if n_wrong := _n_different(np.array(got), plane):
             return f"{n_wrong} of {plane.size} {name} differ"
     return ""
+
+
+def _around(plane: np.ndarray) -> np.ndarray:
+    """A plane amid others' tokens, and room."""
+    return np.pad(plane, [(0, 0), (0, 0), (POSITION, ROOM), (0, 0)], constant_values=OTHERS)
+
+
+def _appended(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
+    """What the kernel leaves in planes that hold others' tokens, in two appends."""
+    n = keys.shape[2]
+    shapes, dtypes = encoded_planes(keys, scheme)
+    planes = tuple(
+        mx.contiguous(mx.full((*lead, POSITION + n + ROOM, width), OTHERS, dtype))
+        for (*lead, _, width), dtype in zip(shapes, dtypes, strict=True)
+    )
+    mx.eval(planes)
+    written = None
+    for part in (slice(0, 5), slice(5, n)):
+        exact = keys[:, :, part], values[:, :, part]
+        written = kernels.append(planes, POSITION + part.start, exact, scheme, after=written)
+    mx.eval(written)
+    return PackedKeys(*planes[:3]), PackedValues(*planes[3:])
 
 
 def _vectors(rng: np.random.Generator, d: int) -> np.ndarray:

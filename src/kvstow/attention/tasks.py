@@ -86,9 +86,11 @@ class EncodeTask(_Stored):
 
     Attributes:
         search: Whether it searches, as `scheme.Turbo.search`.
+        append: Whether it writes into planes that are there, instead of making some.
     """
 
     search: bool
+    append: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled.
@@ -97,7 +99,8 @@ class EncodeTask(_Stored):
             ValueError: If nothing does it.
         """
         dtype = _dtype(self.dtype)
-        return device.encode_kernel(self.widths, self.head_dim, dtype, search=self.search).name
+        kernel = device.encode_kernel(self.widths, self.head_dim, dtype, search=self.search)
+        return kernel.name + ("_append" if self.append else "")
 
 
 Task = AttendTask | PrefillTask | EncodeTask

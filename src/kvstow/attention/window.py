@@ -1,6 +1,8 @@
 """A packed window on its way from a cache to attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
@@ -12,7 +14,8 @@ class PackedWindow:
 
     `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
     first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
-    see `fused.attend`; `mlx.attend` does not read it.
+    see `fused.attend`; `mlx.attend` does not read it. Nothing may be read before `written` is
+    there, where it is given: kernels wait for it by themselves, others call `settled`.
     """
 
     keys: PackedKeys
@@ -20,6 +23,14 @@ class PackedWindow:
     n_tokens: int
     scheme: Turbo
     fused: bool = False
+    written: mx.array | None = None
+
+    def settled(self) -> "PackedWindow":
+        """The window once it may be read by anyone; waits for that."""
+        if self.written is None:
+            return self
+        mx.eval(self.written)
+        return replace(self, written=None)
 
     @property
     def head_dim(self) -> int:

@@ -71,6 +71,8 @@ def sample() -> list[Task]:
         n_queries, ragged, sinks = 4 if several else 1, i % 2 == 1, i % 4 >= 2
         tasks.append(AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged, sinks))
         tasks.append(EncodeTask(*pair, head_dim, dtype, searched))
+        if backend.can_append():
+            tasks.append(EncodeTask(*pair, head_dim, dtype, searched, append=True))
         if head_dim in prefill.HEAD_DIMS and backend.name() == "cuda":
             tasks.append(PrefillTask(*pair, head_dim, dtype, several, sinks))
     return tasks

@@ -13,7 +13,7 @@ from kvstow.kernels.metal_plan import MetalDevice
 from kvstow.kernels.plan import Device
 from kvstow.scheme import Turbo
 
-__all__ = ["Rows", "Scores", "attend", "device", "encode", "name"]
+__all__ = ["Rows", "Scores", "append", "attend", "can_append", "device", "encode", "name"]
 
 _MODULES = {"cuda": cuda_mlx, "metal": metal_mlx}
 
@@ -38,6 +38,8 @@ def attend(
     tokens: int | Rows,
     scheme: Turbo,
     scores: Scores,
+    *,
+    after: mx.array | None = None,
 ) -> mx.array:
     """Causal attention of the last tokens over packed planes; see `attention.reference`.
 
@@ -49,6 +51,7 @@ def attend(
         tokens: How many of them are data, or the rows of a ragged batch.
         scheme: Widths that the planes were encoded with.
         scores: How the scores become weights.
+        after: What `append` returned for tokens that are to be seen.
 
     Returns:
         ``(b, hq, l, d)`` in the dtype of the queries.
@@ -57,7 +60,8 @@ def attend(
         ValueError: If the heads do not divide, the capacity is not a multiple of 8, or there
             are more tokens than it.
     """
-    output: mx.array = _module().attend(queries, planes, tokens, scheme, scores)
+    options = {} if after is None else {"after": after}
+    output: mx.array = _module().attend(queries, planes, tokens, scheme, scores, **options)
     return output
 
 
@@ -74,6 +78,39 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     """
     planes: tuple[PackedKeys, PackedValues] = _module().encode(keys, values, scheme)
     return planes
+
+
+def can_append() -> bool:
+    """Whether there is `append`, which Metal has not."""
+    return name() == "cuda"
+
+
+def append(
+    planes: tuple[mx.array, ...],
+    position: int,
+    exact: tuple[mx.array, mx.array],
+    scheme: Turbo,
+    *,
+    after: mx.array | None = None,
+) -> mx.array:
+    """What `encode` gives, written to the memory of planes, which MLX does not see.
+
+    Args:
+        planes: The five of them ``(b, h, capacity, *)``, row-contiguous: of others MLX would
+            hand a copy to the kernel. No other array may have their memory.
+        position: Where in the capacity the first token comes to be.
+        exact: Keys and values, as those of `encode`, of at least one token.
+        scheme: Widths to encode with, and whether to search.
+        after: What this returned for tokens that are being written still.
+
+    Returns:
+        An array that is there once the tokens are, these and those of `after`: whoever reads
+        them must depend on it.
+
+    Raises:
+        ValueError: If keys and values differ in shape or dtype, or do not fit.
+    """
+    return cuda_mlx.append(planes, position, exact, scheme, after=after)
 
 
 def _module() -> ModuleType:

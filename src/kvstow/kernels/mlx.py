@@ -31,7 +31,7 @@ from kvstow.kernels.calls import (
     signs,
     sink_arrays,
 )
-from kvstow.kernels.mlx_build import decode_callable, encode_callable
+from kvstow.kernels.mlx_build import append_callable, decode_callable, encode_callable
 from kvstow.kernels.plan import AttentionPlan, Device, Shape, plan_attention
 from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import Turbo
@@ -48,11 +48,13 @@ def attend(
     tokens: int | Rows,
     scheme: Turbo,
     scores: Scores,
+    *,
+    after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
     shape, capacity = shape_of(queries, planes, tokens)
     sinks = sink_arrays(scores)
-    widths = scheme.key_bits, scheme.value_bits
+    widths = scheme.widths
     options = capacity, scores.window, scores.scale, bool(sinks)
     made = _prepare(shape, widths, dtype_of(queries), options)
     plan = made.plan
@@ -67,6 +69,7 @@ def attend(
             signs(d),
             _arrivals(shape.batch * shape.n_kv_heads * plan.row_blocks),
             made.counts,
+            _nothing() if after is None else after,
             *row_arrays(tokens),
             *sinks,
         ],
@@ -82,22 +85,59 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     """See `backend.encode`."""
     check_alike(keys, values)
     b, h, n, d = keys.shape
-    widths = scheme.key_bits, scheme.value_bits
-    kernel = EncodeKernel(d, *widths, dtype_of(keys), search=scheme.search)
     shapes, dtypes = encoded_planes(keys, scheme)
     if not keys.size:
         planes = list(map(mx.zeros, shapes, dtypes))
     else:
-        tables = _search_tables(scheme.value_bits) if scheme.search else ()
-        counts = _encode_counts(h, n, b * h * n)
+        kernel = EncodeKernel(d, *scheme.widths, dtype_of(keys), search=scheme.search)
         planes = encode_callable(kernel)(
-            inputs=[keys, values, signs(d), boundaries(scheme.value_bits), *tables, counts],
-            grid=(kernel.n_blocks(b * h * n) * kernel.threads, 1, 1),
-            threadgroup=(kernel.threads, 1, 1),
+            inputs=[keys, values, *_encoding_tables(d, scheme), _counts(h, n, b * h * n)],
+            **_encode_launch(kernel, b * h * n),
             output_shapes=shapes,
             output_dtypes=dtypes,
         )
     return PackedKeys(*planes[:3]), PackedValues(*planes[3:])
+
+
+def append(
+    planes: tuple[mx.array, ...],
+    position: int,
+    exact: tuple[mx.array, mx.array],
+    scheme: Turbo,
+    *,
+    after: mx.array | None = None,
+) -> mx.array:
+    """See `backend.append`.
+
+    Raises:
+        ValueError: If keys and values differ in shape or dtype, or do not fit.
+    """
+    keys, values = exact
+    check_alike(keys, values)
+    b, h, n, d = keys.shape
+    capacity = planes[0].shape[2]
+    if not 0 <= position <= position + n <= capacity:
+        raise ValueError(f"{n} tokens do not fit at {position} in a capacity of {capacity}")
+    kernel = EncodeKernel(d, *scheme.widths, dtype_of(keys), search=scheme.search)
+    done: mx.array = append_callable(kernel)(
+        inputs=[
+            keys,
+            values,
+            *_encoding_tables(d, scheme),
+            _counts(h, n, b * h * n, capacity, position),
+            *planes,
+            _nothing() if after is None else after,
+        ],
+        **_encode_launch(kernel, b * h * n),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )[0]
+    return done
+
+
+def _encode_launch(kernel: EncodeKernel, n_vectors: int) -> dict[str, tuple[int, int, int]]:
+    grid = kernel.n_blocks(n_vectors) * kernel.threads, 1, 1
+    return {"grid": grid, "threadgroup": (kernel.threads, 1, 1)}
 
 
 @cache
@@ -154,11 +194,22 @@ def _arrivals(n_blocks: int) -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def _encode_counts(*counts: int) -> mx.array:
+def _counts(*counts: int) -> mx.array:
     return mx.array(np.array(counts, np.int32))
 
 
 @cache
-def _search_tables(bits: int) -> tuple[mx.array, ...]:
+def _nothing() -> mx.array:
+    """Stands for an array that there is nothing to wait for."""
+    return mx.array(np.zeros(1, np.int32))
+
+
+@cache
+def _encoding_tables(head_dim: int, scheme: Turbo) -> tuple[mx.array, ...]:
+    """Signs and boundaries, and for a search its tables."""
+    bits = scheme.value_bits
+    tables = signs(head_dim), boundaries(bits)
+    if not scheme.search:
+        return tables
     errors = key_candidates().words, value_candidates(bits).words
-    return centroids(bits), *map(mx.array, errors)
+    return (*tables, centroids(bits), *map(mx.array, errors))

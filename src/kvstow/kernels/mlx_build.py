@@ -18,15 +18,17 @@ from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
 
 _PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
 ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
+APPEND_COUNTS = (*ENCODE_COUNTS, "capacity", "position")
 
 
 @cache
 def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sinks: bool) -> Any:
-    """Takes planes, queries, centroids, signs, arrivals, counts; then the rows, then sinks.
+    """Takes planes, queries, centroids, signs, arrivals, counts, written; then rows, then sinks.
 
-    Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights.
+    Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights. What
+    `written` holds is not read: MLX waits for who makes it.
     """
-    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "counts"]
+    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "counts", "written"]
     given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
     n = len(DECODE_COUNTS)
     gathered = [
@@ -50,18 +52,45 @@ def encode_callable(kernel: EncodeKernel) -> Any:
 
     The tables are centroids, errors of keys and errors of values.
     """
-    names = ["keys", "values", "signs", "boundaries"]
-    if kernel.search:
-        names += ["centroids", "key_errors", "value_errors"]
+    names = _encoded_from(kernel)
     gathered = [
         *_counts(ENCODE_COUNTS),
         "args.capacity = args.n_tokens; args.position = 0;",
-        f"args.token_step = {kernel.head_dim};",
-        "args.head_step = args.token_step * args.n_tokens;",
-        "args.batch_step = args.head_step * args.n_kv_heads;",
+        *_steps(kernel),
         *_pointers([*names, *_PLANES]),
     ]
     return _made(kernel, kernel.name, [*names, "counts"], list(_PLANES), gathered)
+
+
+@cache
+def append_callable(kernel: EncodeKernel) -> Any:
+    """Takes what `encode_callable` does, then planes and `written`; gives another `written`.
+
+    Planes are inputs, whose memory it writes to all the same.
+    """
+    names = [*_encoded_from(kernel), *_PLANES]
+    gathered = [
+        *_counts(APPEND_COUNTS),
+        *_steps(kernel),
+        *_pointers(names),
+        "if (blockIdx.x == 0 && threadIdx.x == 0) *done = args.position;",
+    ]
+    name = f"{kernel.name}_append"
+    inputs = [*names[:-5], "counts", *_PLANES, "written"]
+    return _made(kernel, name, inputs, ["done"], gathered)
+
+
+def _encoded_from(kernel: EncodeKernel) -> list[str]:
+    tables = ["centroids", "key_errors", "value_errors"] if kernel.search else []
+    return ["keys", "values", "signs", "boundaries", *tables]
+
+
+def _steps(kernel: EncodeKernel) -> list[str]:
+    return [
+        f"args.token_step = {kernel.head_dim};",
+        "args.head_step = args.token_step * args.n_tokens;",
+        "args.batch_step = args.head_step * args.n_kv_heads;",
+    ]
 
 
 def _made(

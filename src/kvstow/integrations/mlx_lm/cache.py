@@ -26,7 +26,7 @@ from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SchemeError
 from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, FusedBatchKVCache
-from kvstow.integrations.mlx_lm.encode import check_widths, encode
+from kvstow.integrations.mlx_lm.encode import append_in_place, check_widths, encode
 from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
 from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, as_pairs
 from kvstow.integrations.mlx_lm.single import Single
@@ -92,11 +92,14 @@ class PackedKVCache(Single):
         """Every token held, decoded: ``(b, h, offset, d)``."""
         if not self.is_packed:
             return self._plain.keys_and_values()  # type: ignore[no-any-return]
-        return decode_window(self.window(), self.dtype, rotated=False)
+        return decode_window(self.window().settled(), self.dtype, rotated=False)
 
     def window(self) -> PackedWindow:
         """The stored planes, not decoded."""
-        return PackedWindow(*self._store.allocated(), self._store.offset, self.scheme)
+        store = self._store
+        return PackedWindow(
+            *store.allocated(), store.offset, self.scheme, fused=self.fused, written=store.written
+        )
 
     @property
     def n_elements(self) -> int:
@@ -217,7 +220,8 @@ class PackedKVCache(Single):
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         self.dtype = keys.dtype
-        self._store.append(*encode(self.scheme, keys, values, fused=self.fused))
+        if not (self.fused and append_in_place(self.scheme, self._store, keys, values)):
+            self._store.append(*encode(self.scheme, keys, values, fused=self.fused))
 
 
 class DeferredKVCache(Deferred, PackedKVCache):

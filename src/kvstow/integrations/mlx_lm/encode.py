@@ -7,6 +7,7 @@ from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Turbo
+from kvstow.store import PackedStore
 
 
 def encode(
@@ -23,6 +24,21 @@ def encode(
         codec.encode_keys(keys, bits=s.key_bits, guard=True, search=s.search),
         codec.encode_values(values, bits=s.value_bits, guard=True, search=s.search),
     )
+
+
+def append_in_place(scheme: Turbo, store: PackedStore, keys: mx.array, values: mx.array) -> bool:
+    """Encode ``(b, h, t, d)`` straight into a store's planes, where a kernel can; else False.
+
+    One launch, where arrays would be made anew and copied into the planes one by one.
+    """
+    planes = store.writable(keys.shape[2])
+    if not planes:
+        return False
+    written = kernels.append(scheme, planes, store.offset, (keys, values), after=store.written)
+    if written is None:
+        return False
+    store.wrote(keys.shape[2], written)
+    return True
 
 
 def check_widths(scheme: Turbo, keys: mx.array, values: mx.array) -> None:

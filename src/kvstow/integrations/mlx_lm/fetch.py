@@ -84,7 +84,7 @@ class Deferred(Eager):
         window = self.window() if deferred.is_installed() else None
         if window is None:
             return self.keys_and_values()
-        if self.fused:
+        if self.fused and not window.fused:
             window = replace(window, fused=True)
         return window, window
 

@@ -157,6 +157,8 @@ def _failed(
         about, group = (h.key_bits, h.value_bits, h.head_dim, h.dtype), h.n_heads // h.n_kv_heads
         tasks.append(AttendTask(*about, group, 1, ragged=False, sinks=h.sinks))
         tasks.append(EncodeTask(*about, scheme.search))
+        if fused.can_append():  # checked now, but nothing hangs on it: there is another way
+            selfcheck.outcome(EncodeTask(*about, scheme.search, append=True))
     outcomes = map(selfcheck.outcome, tasks)
     return next((outcome for outcome in outcomes if not outcome.passed), None)
 
