@@ -32,7 +32,9 @@ class PackedStore:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
+        # Replaced, never changed: MLX updates an array object in place, and others have these.
         self._planes: tuple[Any, ...] = ()
+        self._pairs: tuple[PackedKeys, PackedValues] | None = None  # of the planes
         self._is_shared = False  # whether others may have handles of the planes
         self._is_contiguous = False  # as far as known
         self._written: Any = None  # is there once tokens written to the planes are
@@ -67,7 +69,7 @@ class PackedStore:
         capacity = int(planes[0].shape[2]) if planes else 0
         if not 0 <= offset <= capacity:
             raise ValueError(f"offset must be in 0..{capacity} (the capacity), got {offset}")
-        self._planes = tuple(map(copy.copy, planes))
+        self._take(map(copy.copy, planes))
         self._is_shared, self._written = True, None
         self.offset = offset
 
@@ -85,6 +87,7 @@ class PackedStore:
         if end > self.capacity:
             self._grow(new, end)
         else:
+            self._take(map(copy.copy, self._planes))
             for plane, rows in zip(self._planes, new, strict=True):
                 plane[:, :, start:end] = rows
         # MLX has written to memory of which there was no other handle, or to a copy.
@@ -100,7 +103,7 @@ class PackedStore:
         if self._is_shared or not self.offset or self.offset + n_tokens > self.capacity:
             return ()
         if not self._is_contiguous:
-            self._planes = tuple(map(self._xp.contiguous, self._planes))
+            self._take(map(self._xp.contiguous, self._planes))
             self._is_contiguous = True
         return self._planes
 
@@ -133,7 +136,12 @@ class PackedStore:
 
         Not before `written` is there.
         """
-        return _pairs(map(copy.copy, self._planes))
+        if self._pairs is None:
+            self._pairs = _pairs(self._planes)
+        return self._pairs
+
+    def _take(self, planes: Iterable[Any]) -> None:
+        self._planes, self._pairs = tuple(planes), None
 
     def _settle(self) -> None:
         """Wait for what was written to memory, of which an array library knows nothing."""
@@ -144,7 +152,7 @@ class PackedStore:
     def _grow(self, new: tuple[Any, ...], end: int) -> None:
         pad = -end % STEP_TOKENS
         old = self._planes or (None,) * len(new)
-        self._planes = tuple(
+        self._take(
             self._xp.concatenate(
                 [
                     part

@@ -21,10 +21,12 @@ stand_in = pytest.importorskip("tests.kernels.stand_in")
 pytestmark = pytest.mark.mlx
 kernels = stand_in.kernels
 D = 64
+COPIES = {"deepcopy": copy.deepcopy, "state": lambda layer: type(layer).from_state(layer.state)}
+LOOKS = {"packed": lambda layer: layer.packed(), "window": lambda layer: layer.window()}
 OPERATIONS = st.one_of(
     st.tuples(st.just("append"), st.sampled_from([1, 1, 1, 2, 7, 250])),
     st.tuples(st.just("trim"), st.integers(0, 9)),
-    st.tuples(st.sampled_from(["deepcopy", "state", "packed", "window"]), st.just(0)),
+    st.tuples(st.sampled_from([*COPIES, *LOOKS]), st.just(0)),
 )
 
 
@@ -46,6 +48,9 @@ class Both:
         self.fused.update_and_fetch(*exact)
         self.plain.update_and_fetch(*exact)
 
+    def each(self, function):
+        return function(self.fused), function(self.plain)
+
     def check(self):
         for got, want in zip(decoded(self.fused), decoded(self.plain), strict=True):
             np.testing.assert_array_equal(got, want)
@@ -59,23 +64,17 @@ def test_any_sequence_of_appends_trims_and_copies_is_that_of_arrays_made_anew(op
     with deferred.installed():
         layers = [Both(cache.FusedKVCache(Turbo(8, 3)), cache.DeferredKVCache(Turbo(8, 3)))]
         layers[0].append(drawn(rng, 5))
-        seen = []  # windows on their way to attention, and what they hold
+        seen = []  # planes that somebody has, and what they hold
         for what, n in operations:
             both = layers[rng.integers(len(layers))]
             if what == "append":
                 both.append(drawn(rng, n))
+            elif what in LOOKS and both.plain.is_packed:
+                seen.append(both.each(LOOKS[what]))
+            elif what in COPIES:
+                layers.append(Both(*both.each(COPIES[what])))
             elif what == "trim":
-                both.fused.trim(n)
-                both.plain.trim(n)
-            elif what == "deepcopy":
-                layers.append(Both(copy.deepcopy(both.fused), copy.deepcopy(both.plain)))
-            elif what == "state":
-                pair = both.fused, both.plain
-                layers.append(Both(*(type(c).from_state(c.state) for c in pair)))
-            elif both.plain.is_packed:
-                planes = both.fused.packed() if what == "packed" else both.fused.window()
-                wanted = both.plain.packed() if what == "packed" else both.plain.window()
-                seen.append((planes, wanted))
+                both.each(lambda layer, n=n: layer.trim(n))
         for both in layers:
             both.check()
         for got, want in seen:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import KvstowWarning
 from kvstow.kernels import backend as kernels
 from kvstow.kernels.plan import MOST_STEP_TOKENS
+from kvstow.kernels.specialise import DTYPES
 from kvstow.scheme import Turbo
 
 ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
@@ -36,7 +37,7 @@ KERNEL = "kernel"
 Planes = tuple[PackedKeys, PackedValues]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One call of the attention kernel.
 
@@ -48,6 +49,13 @@ class Call:
     tokens: int | kernels.Rows
     scores: kernels.Scores
 
+
+# Making a value of a frozen dataclass takes longer than finding one: see `kernels.calls`.
+_NAMES = {getattr(mx, name): name for name in DTYPES}
+_attend_task = lru_cache(maxsize=256)(AttendTask)
+_prefill_task = lru_cache(maxsize=256)(PrefillTask)
+_encode_task = lru_cache(maxsize=256)(EncodeTask)
+_scores = lru_cache(maxsize=256)(kernels.Scores)
 
 _counts: Counter[str] = Counter()
 _warned: set[str] = set()
@@ -169,9 +177,8 @@ def _are_alike(keys: mx.array, values: mx.array) -> bool:
 
 
 def _why_not_encoded(scheme: Turbo, keys: mx.array, *, append: bool = False) -> str:
-    widths = scheme.key_bits, scheme.value_bits
-    head_dim, dtype = keys.shape[-1], dtype_name(keys.dtype)
-    return _why_unchecked(EncodeTask(*widths, head_dim, dtype, scheme.search, append))
+    about = *scheme.widths, keys.shape[-1], dtype_name(keys.dtype), scheme.search
+    return _why_unchecked(_encode_task(*about, append))
 
 
 _Made = TypeVar("_Made")
@@ -204,17 +211,21 @@ def plan_call(
     sight = sight_of(mask, n_queries, window.n_tokens)
     if sight is None or (sight.starts is not None and sight.starts.shape != (b,)):
         return "a mask that says more than where rows and windows begin"
-    widths = window.scheme.key_bits, window.scheme.value_bits
+    widths = window.scheme.widths
     name = dtype_name(queries.dtype)
-    kind: dict[str, bool] = {"ragged": sight.starts is not None, "sinks": sinks is not None}
-    task: Task = AttendTask(*widths, d, name, hq // h, n_queries, **kind)
-    if n_queries > MOST_STEP_TOKENS:
-        task = PrefillTask(*widths, d, name, **kind)
+    kind = sight.starts is not None, sinks is not None
+    task: Task
+    if n_queries <= MOST_STEP_TOKENS:
+        task = _attend_task(*widths, d, name, hq // h, n_queries, *kind)
+    else:
+        task = _prefill_task(*widths, d, name, *kind)
         if not has_kernel(task):
             return f"more than {MOST_STEP_TOKENS} query tokens"
     if why := _why_unchecked(task):
         return why
-    scores = kernels.Scores(float(scale), sight.window, sinks)
+    scores = _scores(float(scale), sight.window)
+    if sinks is not None:
+        scores = replace(scores, sinks=sinks)
     if sight.starts is None:
         return Call(sight.n_tokens, scores)
     starts = sight.starts.astype(mx.int32)
@@ -223,7 +234,7 @@ def plan_call(
 
 def dtype_name(dtype: mx.Dtype) -> str:
     """``"float32"``."""
-    return str(dtype).removeprefix("mlx.core.")
+    return _NAMES.get(dtype) or str(dtype).removeprefix("mlx.core.")
 
 
 def _why_unchecked(task: Task) -> str:

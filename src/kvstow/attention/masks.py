@@ -8,6 +8,7 @@ object counts, so a mask that somebody has changed or combined is simply not kno
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import ReferenceType, ref
 
 import mlx.core as mx
@@ -47,13 +48,18 @@ def remember(mask: mx.array, sight: Sight) -> mx.array:
     return mask
 
 
+@lru_cache(maxsize=64)
+def _causal(n_queries: int, n_tokens: int) -> Sight:
+    return Sight(n_queries, n_tokens)
+
+
 def sight_of(mask: mx.array | str | None, n_queries: int, n_tokens: int) -> Sight | None:
     """What a step of `n_queries` over `n_tokens` stored tokens sees; None if nobody knows."""
     if mask is None:
         # Every query sees every token, which is causal for one query alone.
-        return Sight(1, n_tokens) if n_queries == 1 else None
+        return _causal(1, n_tokens) if n_queries == 1 else None
     if isinstance(mask, str):
-        return Sight(n_queries, n_tokens) if mask == "causal" else None
+        return _causal(n_queries, n_tokens) if mask == "causal" else None
     for known, sight in _remembered.pairs:
         if known() is mask:
             fits = (sight.n_queries, sight.n_tokens) == (n_queries, n_tokens)

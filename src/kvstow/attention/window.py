@@ -8,7 +8,9 @@ from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: one is made for each layer and step, which would take longer
 class PackedWindow:
     """Stored keys and values on their way from a cache to `attend`.
 

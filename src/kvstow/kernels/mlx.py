@@ -27,12 +27,11 @@ from kvstow.kernels.calls import (
     dtype_of,
     encoded_planes,
     row_arrays,
-    shape_of,
     signs,
     sink_arrays,
 )
 from kvstow.kernels.mlx_build import append_callable, decode_callable, encode_callable
-from kvstow.kernels.plan import AttentionPlan, Device, Shape, plan_attention
+from kvstow.kernels.plan import Device, Shape, plan_attention
 from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import Turbo
 
@@ -52,31 +51,25 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
-    shape, capacity = shape_of(queries, planes, tokens)
-    sinks = sink_arrays(scores)
-    widths = scheme.widths
-    options = capacity, scores.window, scores.scale, bool(sinks)
-    made = _prepare(shape, widths, dtype_of(queries), options)
-    plan = made.plan
-    d = shape.head_dim
-    n_rows = queries.size // d if plan.writes_parts else 1
+    ragged, sinks = isinstance(tokens, Rows), sink_arrays(scores)
+    n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
+    sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens, ragged
+    options = scores.window, scores.scale, bool(sinks)
+    made = _prepare(sizes, scheme.widths, dtype_of(queries), options)
     output: mx.array = made.kernel(
         inputs=[
             *planes[0],
             *planes[1],
             queries,
-            centroids(scheme.value_bits),
-            signs(d),
-            _arrivals(shape.batch * shape.n_kv_heads * plan.row_blocks),
+            *made.tables,
+            _arrivals(made.n_blocks),
             made.counts,
             _nothing() if after is None else after,
             *row_arrays(tokens),
             *sinks,
         ],
-        grid=(plan.grid[0] * plan.kernel.threads, *plan.grid[1:]),
-        threadgroup=(plan.kernel.threads, 1, 1),
-        output_shapes=[queries.shape, (n_rows, plan.n_splits, d), (n_rows, plan.n_splits, 2)],
         output_dtypes=[queries.dtype, mx.float32, mx.float32],
+        **made.launch,
     )[0]
     return output
 
@@ -152,25 +145,53 @@ def device() -> Device:
 class _Prepared:
     """What all layers of a step share."""
 
-    plan: AttentionPlan
     kernel: Any
+    launch: dict[str, Any]  # MLX's options: grid, blocks, and shapes of what is made
     counts: mx.array
+    tables: tuple[mx.array, mx.array]  # centroids and signs
+    n_blocks: int  # that wait for each other's splits
 
 
 @lru_cache(maxsize=256)
 def _prepare(
-    shape: Shape, widths: tuple[int, int], dtype: Dtype, options: tuple[int, int, float, bool]
+    sizes: tuple[tuple[int, ...], tuple[int, int], int, bool],
+    widths: tuple[int, int],
+    dtype: Dtype,
+    options: tuple[int, float, bool],
 ) -> _Prepared:
-    """`options` are the capacity, the window, the scale, and whether there are sinks.
+    """How a call is launched.
+
+    Args:
+        sizes: Shape of the queries; KV heads and capacity; tokens of the longest row; whether
+            rows differ.
+        widths: Of a key code and a value code.
+        dtype: Of the queries.
+        options: The window, the scale, and whether there are sinks.
 
     Raises:
         ValueError: If the capacity is not a multiple of 8, or there are more tokens than it.
     """
-    capacity, window, scale, with_sinks = options
-    check_tokens(shape.n_tokens, capacity)
+    (b, hq, n_queries, d), (h, capacity), n_tokens, ragged = sizes
+    window, scale, with_sinks = options
+    check_tokens(n_tokens, capacity)
+    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged)
     plan = plan_attention(shape, widths, dtype, device())
-    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
-    return _Prepared(plan, decode_callable(plan.kernel, shape.ragged, with_sinks), counts)
+    n_rows = b * hq * n_queries if plan.writes_parts else 1
+    return _Prepared(
+        kernel=decode_callable(plan.kernel, ragged, with_sinks),
+        launch={
+            "grid": (plan.grid[0] * plan.kernel.threads, *plan.grid[1:]),
+            "threadgroup": (plan.kernel.threads, 1, 1),
+            "output_shapes": [
+                (b, hq, n_queries, d),
+                (n_rows, plan.n_splits, d),
+                (n_rows, plan.n_splits, 2),
+            ],
+        },
+        counts=decode_counts(shape, plan, capacity=capacity, window=window, scale=scale),
+        tables=(centroids(widths[1]), signs(d)),
+        n_blocks=b * h * plan.row_blocks,
+    )
 
 
 class _Slots(threading.local):
