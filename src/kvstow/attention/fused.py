@@ -211,25 +211,25 @@ def plan_call(
     sight = sight_of(mask, n_queries, window.n_tokens)
     if sight is None or (sight.starts is not None and sight.starts.shape != (b,)):
         return "a mask that says more than where rows and windows begin"
-    widths = window.scheme.widths
-    name = dtype_name(queries.dtype)
+    about = *window.scheme.widths, d, dtype_name(queries.dtype)
     kind = sight.starts is not None, sinks is not None
-    task: Task
-    if n_queries <= MOST_STEP_TOKENS:
-        task = _attend_task(*widths, d, name, hq // h, n_queries, *kind)
-    else:
-        task = _prefill_task(*widths, d, name, *kind)
+    task: Task = _attend_task(*about, hq // h, n_queries, *kind)
+    if n_queries > MOST_STEP_TOKENS:
+        task = _prefill_task(*about, *kind)
         if not has_kernel(task):
             return f"more than {MOST_STEP_TOKENS} query tokens"
     if why := _why_unchecked(task):
         return why
-    scores = _scores(float(scale), sight.window)
-    if sinks is not None:
-        scores = replace(scores, sinks=sinks)
+    scores = _scored(float(scale), sight.window, sinks)
     if sight.starts is None:
         return Call(sight.n_tokens, scores)
     starts = sight.starts.astype(mx.int32)
     return Call(kernels.Rows(starts, _lengths(b, sight.n_tokens), sight.n_tokens), scores)
+
+
+def _scored(scale: float, window: int, sinks: mx.array | None) -> kernels.Scores:
+    scores = _scores(scale, window)
+    return scores if sinks is None else replace(scores, sinks=sinks)
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
