@@ -51,19 +51,6 @@ BATCH, N_KV_HEADS, CAPACITY = 5, 2, 768
 STARTS, LENGTHS = (0, 3, 37, 700, 0), (0, 4, 419, 731, CAPACITY)
 
 
-class Extent(NamedTuple):
-    """How much is checked.
-
-    Attributes:
-        sample: Every width pair once for one token or few and once for a prompt, and fewer
-            encoders: all that kernels do, but not each of it with each.
-        unwritten: Memory outside the rows has never been written, in place of noise and NaN.
-    """
-
-    sample: bool
-    unwritten: bool
-
-
 def vectors(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Float32 vectors, ordinary and degenerate."""
     rng = np.random.default_rng(seed)
@@ -91,15 +78,15 @@ def differing(got: Any, want: np.ndarray) -> int:
     return int((~same).sum())
 
 
-def check_encoder(host: CudaHost, head_dim: int, extent: Extent) -> Iterator[dict[str, Any]]:
+def check_encoder(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dict[str, Any]]:
     """Every width, element type and kind of encoder: elements stored, and how many differ."""
     pairs = [(8, 2), (5, 3), (4, 4), (2, 5), (8, 8)]
     options = (False, False), (True, False), (True, True)  # guard, search
     kinds = [(dtype, *option) for dtype in DTYPES for option in options]
-    if extent.sample:
+    if sample:
         kinds = [(dtype, *option) for dtype, option in zip(DTYPES, options, strict=True)]
     host.compile(EncodeKernel(head_dim, *p, d, g, s) for p in pairs for d, g, s in kinds)
-    x = torch.tensor(vectors((2, 3, 101 if extent.sample else 701, head_dim), head_dim))
+    x = torch.tensor(vectors((2, 3, 101 if sample else 701, head_dim), head_dim))
     for dtype, guard, search in kinds:
         on_host = x.to(getattr(torch, dtype))
         keys, values = on_host.cuda(), on_host.roll(1, dims=2).contiguous().cuda()
@@ -143,13 +130,11 @@ class Cache:
             decoded = reference.decode_values(stored, bits=bits, head_dim=head_dim)
             self.values[bits] = stored, _double(decoded)
 
-    def planes(self, scheme: Turbo, inside: np.ndarray, *, unwritten: bool) -> Planes:
-        """Planes with noise for codes and NaN for scales outside the rows, or nothing there."""
+    def planes(self, scheme: Turbo, inside: np.ndarray) -> Planes:
+        """Planes with noise for codes and NaN for scales outside the rows."""
         rng = np.random.default_rng(7)
         keys: PackedKeys = self.keys[scheme.key_bits][0]
         values: PackedValues = self.values[scheme.value_bits][0]
-        if unwritten:
-            return tuple(_rows_alone(plane, inside) for plane in (*keys, *values))
         made = []
         for plane in (*keys, *values):
             noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)
@@ -157,18 +142,6 @@ class Cache:
                 noise = np.full_like(plane, np.nan)
             made.append(torch.tensor(np.where(inside[:, None, :, None], plane, noise)).cuda())
         return tuple(made)
-
-
-def _rows_alone(plane: np.ndarray, inside: np.ndarray) -> Any:
-    """A plane on the GPU of which nothing but the rows has been written."""
-    made = torch.empty(plane.shape, dtype=torch.tensor(plane[:1]).dtype, device="cuda")
-    for row, seen in enumerate(inside):
-        if seen.any():
-            tokens = np.flatnonzero(seen)
-            span = slice(int(tokens[0]), int(tokens[-1]) + 1)
-            for head in range(plane.shape[1]):
-                made[row, head, span].copy_(torch.tensor(plane[row, head, span]))
-    return made
 
 
 def _double(x: np.ndarray) -> Any:
@@ -225,15 +198,15 @@ def asked(n: int, scheme: Turbo, *, sample: bool) -> Iterator[tuple[int, Iterabl
             yield quads, range(len(groups))
 
 
-def cases(host: CudaHost, cache: Cache, head_dim: int, extent: Extent) -> Iterator[Case]:
+def cases(host: CudaHost, cache: Cache, head_dim: int, *, sample: bool) -> Iterator[Case]:
     """Every width pair, with shapes, splits and windows that take turns."""
     token = np.arange(CAPACITY)
     inside = (token >= np.array(STARTS)[:, None]) & (token < np.array(LENGTHS)[:, None])
     lengths, starts = rows_on_device()
     dtypes = cycle(DTYPES)
     for n, scheme in enumerate(Turbo(k, v) for k in KEY_BITS for v in VALUE_BITS):
-        planes = cache.planes(scheme, inside, unwritten=extent.unwritten)
-        for quads, picked in asked(n, scheme, sample=extent.sample):
+        planes = cache.planes(scheme, inside)
+        for quads, picked in asked(n, scheme, sample=sample):
             if quads == PROMPT and head_dim not in prefill.HEAD_DIMS:
                 continue
             dtype = getattr(torch, next(dtypes))
@@ -257,11 +230,11 @@ def rows_on_device() -> tuple[Any, Any]:
     )
 
 
-def check_attention(host: CudaHost, head_dim: int, extent: Extent) -> Iterator[dict[str, Any]]:
+def check_attention(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dict[str, Any]]:
     """Every width pair: the worst error over shapes, rows, splits and windows."""
     cache = Cache(head_dim)
     rows = rows_on_device()
-    made = list(cases(host, cache, head_dim, extent))
+    made = list(cases(host, cache, head_dim, sample=sample))
     started = time.perf_counter()
     host.compile(case.call.plan.kernel for case in made)
     print(f"# {head_dim}: compiled in {time.perf_counter() - started:.1f} s", flush=True)
@@ -295,18 +268,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--sample", action="store_true", help="every width pair, fewer shapes")
-    parser.add_argument(
-        "--unwritten", action="store_true", help="leave memory outside the rows unwritten"
-    )
     options = parser.parse_args()
-    extent = Extent(options.sample, options.unwritten)
     host = CudaHost()
     command = " ".join(["python", *sys.argv])
     about = {"command": command, "commit": commit(), "device": torch.cuda.get_device_name()}
     failed = 0
     for head_dim in options.head_dim:
         for kind, check in (("encode", check_encoder), ("attention", check_attention)):
-            found = list(check(host, head_dim, extent))
+            found = list(check(host, head_dim, sample=options.sample))
             failed += sum(not part["ok"] for part in found)
             summary = {"bench": f"kernel_{kind}", "head_dim": head_dim, "parts": found, **about}
             worst = max(float(part.get("error", part.get("differing", 0))) for part in found)

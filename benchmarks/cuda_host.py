@@ -144,7 +144,9 @@ class DecodeCall:
         self._host = host
         rows, nan = b * hq * n_queries, math.nan
         self.output = torch.full_like(queries, nan)
-        sums = torch.full((rows, n_splits, d), nan, device="cuda")
+        sums = torch.full((b, hq, n_queries, n_splits, d), nan, device="cuda")
+        if lengths is not None:
+            _write_unused(sums, lengths, starts)
         weights = torch.full((rows, n_splits, 2), nan, device="cuda")
         # Copied from the host, which tools that watch our kernels alone see being written.
         self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32).cuda()
@@ -161,6 +163,19 @@ class DecodeCall:
         """Launch it; returns the output."""
         self._host.launch(self.plan.kernel, self._grid, self._args)
         return self.output
+
+
+def _write_unused(sums: Any, lengths: Any, starts: Any) -> None:
+    """Copy NaN from the host to the sums of queries that see no token, the first ones of a row.
+
+    Kernels write no sums where a whole block sees none, and drop what they read there: a tool
+    that looks for reads of unwritten memory would find these.
+    """
+    n_queries = sums.shape[2]
+    n_blind = (n_queries - lengths + (0 if starts is None else starts)).clamp(0, n_queries)
+    for row, n in enumerate(n_blind.tolist()):
+        for head in sums[row] if n else ():
+            head[:n].copy_(torch.full(head[:n].shape, math.nan))
 
 
 def empty_planes(lead: tuple[int, ...], head_dim: int, scheme: Turbo) -> Planes:

@@ -98,8 +98,11 @@ def sanitized(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells.get((tool, part), 'not run') for tool in tools)} |"
     yield ""
     told = [row for row in rows if row["gpu"]]  # by a program that ran to its end
-    for about in dict.fromkeys(map(versions, told or rows)):
-        yield f"{about}  "
+    made: dict[str, dict[str, None]] = {}
+    for row in told or rows:
+        made.setdefault(versions(row), {})[row["tool"]] = None
+    for about, by in made.items():
+        yield f"{' and '.join(by)}: {about}  "
 
 
 def result(row: Row) -> str:

@@ -133,10 +133,12 @@ def test_only_options_that_the_tool_knows_are_given_to_it():
         tool.options_of("memcheck", "--kernel-regex")
 
 
-def test_initcheck_alone_leaves_memory_unwritten_and_no_two_runs_share_ports():
+def test_every_tool_runs_the_same_programs_and_no_two_runs_share_ports():
     wanted = list(tool.runs(["memcheck", "racecheck", "initcheck"], [64, 128]))
     assert [one.part for one in wanted] == ["control"] * 3 + ["128", "64"] * 3
-    assert {one.tool for one in wanted if "--unwritten" in one.program} == {"initcheck"}
+    assert {tuple(one.program) for one in wanted if one.part == "64"} == {
+        ("check_kernels.py", "--sample", "--head-dim", "64")
+    }
     assert len({one.port // 16 for one in wanted}) == len(wanted)
 
 
@@ -196,7 +198,7 @@ def test_every_tool_and_head_dim_has_a_row_and_all_clean_is_success(check, tmp_p
     (row,) = (row for row in rows if (row["tool"], row["part"]) == ("initcheck", "512"))
     assert row["run"] == (
         "compute-sanitizer --tool=initcheck --kernel-name=kernel_substring=kvstow "
-        "--error-exitcode=86 python benchmarks/check_kernels.py --sample --head-dim 512 --unwritten"
+        "--error-exitcode=86 python benchmarks/check_kernels.py --sample --head-dim 512"
     )
 
 
@@ -258,7 +260,7 @@ def test_the_page_says_how_each_run_ended():
         row("memcheck", "control", "found", errors=4),
         row("memcheck", "512", "found", errors=2),
         row("memcheck", "64"),
-        row("racecheck", "control"),
+        row("racecheck", "control", commit="def"),
         row("racecheck", "64", "timeout", gpu=None),
         row("initcheck", "64", "did not run", said=["Error: a | b"], gpu=None),
     ]
@@ -270,6 +272,7 @@ def test_the_page_says_how_each_run_ended():
         "| **did not run**: Error: a \\| b |",
         "| head_dim 512 | **2 errors** | not run | not run |",
         "",
-        "compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `abc`.  ",
+        "memcheck: compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `abc`.  ",
+        "racecheck: compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `def`.  ",
     ]
     assert list(made([])) == ["This has not been run yet."]
