@@ -25,6 +25,25 @@ run = scheduled.run
 LOGITS = {"float32": 0.05, "bfloat16": 0.2}
 
 
+def assert_near(got, wanted, tolerance):
+    """But for one logit in a thousand, within the tolerance, and all within twice as much.
+
+    How many codes are between two, and how much they add up to in one logit, is chance: on an
+    H200, one of 6208 was off by 0.0501. Real faults are wide: deferred with keys of 5 bits in
+    the place of 8 has 0.5% to 26% of the logits beyond 0.05, values of 2 bits for 3 most of them.
+    """
+    off = np.abs(got - wanted)
+    assert (off > tolerance).mean() < 1e-3, f"{(off > tolerance).sum()} of {off.size}"
+    assert off.max() < 2 * tolerance
+
+
+def test_what_one_bit_less_does_is_not_near():
+    model = tiny.build("llama")
+    logits = [scheduled.logits_of(model, "deferred", f"turbo:k8v{bits}") for bits in (3, 2)]
+    with pytest.raises(AssertionError, match="of 6208"):
+        assert_near(*logits, LOGITS["float32"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["turbo:k8v3", "turbo:k8v8+stored", "turbo:k8v3+search"])
 @pytest.mark.parametrize("name", ["llama", "llama-7", "qwen3"])
@@ -37,7 +56,7 @@ def test_logits_are_near_those_of_deferred_and_the_kernels_have_made_them(name, 
         got = run(model)
     assert report.fetch == "fused"
     assert (fused.counts() - before)["kernel"] >= 2 * 6
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGITS[dtype])
+    assert_near(got, wanted, LOGITS[dtype])
 
 
 @pytest.mark.skipif(kernels.name() != "cuda", reason="no other kernels are for prompts")
