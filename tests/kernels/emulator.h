@@ -51,6 +51,7 @@ T exchange(unsigned mask, T x, unsigned from) {
 
 #define threadIdx (emulator::thread)
 #define blockIdx (emulator::block)
+#define gridDim (emulator::grid)
 
 // ---- what CUDA provides ----------------------------------------------------------------------------
 

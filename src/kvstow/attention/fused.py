@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -108,10 +108,9 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
-    how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     if not window.fused:
-        return attend_deferred(queries, window, **how)
-    call = plan_call(queries, window, **how)
+        return attend_deferred(queries, window, scale=scale, mask=mask, sinks=sinks)
+    call = plan_call(queries, window, scale=scale, mask=mask, sinks=sinks)
     if isinstance(call, Call):
         try:
             output = kernels.attend(
@@ -129,7 +128,7 @@ def attend(
             _count(KERNEL)
             return output
     _count(call)
-    return attend_deferred(queries, window.settled(), **how)
+    return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
 
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:

@@ -77,17 +77,17 @@ def attend(
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
     """See `backend.encode`."""
     check_alike(keys, values)
-    b, h, n, d = keys.shape
     shapes, dtypes = encoded_planes(keys, scheme)
     if not keys.size:
         planes = list(map(mx.zeros, shapes, dtypes))
     else:
-        kernel = EncodeKernel(d, *scheme.widths, dtype_of(keys), search=scheme.search)
-        planes = encode_callable(kernel)(
-            inputs=[keys, values, *_encoding_tables(d, scheme), _counts(h, n, b * h * n)],
-            **_encode_launch(kernel, b * h * n),
+        b, h, n, _ = keys.shape
+        made = _prepare_encoding(keys.shape, scheme, dtype_of(keys))
+        planes = encode_callable(made.kernel)(
+            inputs=[keys, values, *made.tables, _counts(h, n, b * h * n)],
             output_shapes=shapes,
             output_dtypes=dtypes,
+            **made.launch,
         )
     return PackedKeys(*planes[:3]), PackedValues(*planes[3:])
 
@@ -107,30 +107,48 @@ def append(
     """
     keys, values = exact
     check_alike(keys, values)
-    b, h, n, d = keys.shape
+    shape = keys.shape
+    b, h, n, _ = shape
     capacity = planes[0].shape[2]
     if not 0 <= position <= position + n <= capacity:
         raise ValueError(f"{n} tokens do not fit at {position} in a capacity of {capacity}")
-    kernel = EncodeKernel(d, *scheme.widths, dtype_of(keys), search=scheme.search)
-    done: mx.array = append_callable(kernel)(
+    made = _prepare_encoding(shape, scheme, dtype_of(keys))
+    done: mx.array = append_callable(made.kernel)(
         inputs=[
             keys,
             values,
-            *_encoding_tables(d, scheme),
+            *made.tables,
             _counts(h, n, b * h * n, capacity, position),
             *planes,
             _nothing() if after is None else after,
         ],
-        **_encode_launch(kernel, b * h * n),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
+        output_shapes=_ONE,
+        output_dtypes=_WHOLE,
+        **made.launch,
     )[0]
     return done
 
 
-def _encode_launch(kernel: EncodeKernel, n_vectors: int) -> dict[str, tuple[int, int, int]]:
-    grid = kernel.n_blocks(n_vectors) * kernel.threads, 1, 1
-    return {"grid": grid, "threadgroup": (kernel.threads, 1, 1)}
+_ONE, _WHOLE = [(1,)], [mx.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedEncoding:
+    kernel: EncodeKernel
+    launch: dict[str, tuple[int, int, int]]  # MLX's options
+    tables: tuple[mx.array, ...]  # signs and boundaries, and for a search its tables
+
+
+@lru_cache(maxsize=256)
+def _prepare_encoding(shape: tuple[int, ...], scheme: Turbo, dtype: Dtype) -> _PreparedEncoding:
+    b, h, n, d = shape
+    kernel = EncodeKernel(d, *scheme.widths, dtype, search=scheme.search)
+    grid = kernel.n_blocks(b * h * n) * kernel.threads, 1, 1
+    return _PreparedEncoding(
+        kernel,
+        launch={"grid": grid, "threadgroup": (kernel.threads, 1, 1)},
+        tables=_encoding_tables(d, scheme.value_bits, scheme.search),
+    )
 
 
 @cache
@@ -226,11 +244,9 @@ def _nothing() -> mx.array:
 
 
 @cache
-def _encoding_tables(head_dim: int, scheme: Turbo) -> tuple[mx.array, ...]:
-    """Signs and boundaries, and for a search its tables."""
-    bits = scheme.value_bits
+def _encoding_tables(head_dim: int, bits: int, search: bool) -> tuple[mx.array, ...]:
     tables = signs(head_dim), boundaries(bits)
-    if not scheme.search:
+    if not search:
         return tables
     errors = key_candidates().words, value_candidates(bits).words
     return (*tables, centroids(bits), *map(mx.array, errors))

@@ -88,7 +88,9 @@ struct Boundaries {
 template <int D, Dtype T>
 KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
   float x[32], largest = 0.f;
-  load_group<T>(args.values, place.from, x);
+  LoadedGroup<T> loaded;
+  loaded.load(args.values, place.from);
+  loaded.unpack(x);
   KVSTOW_UNROLL
   for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
   KVSTOW_UNROLL
@@ -121,10 +123,10 @@ KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& 
 }
 
 template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
-KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
-  const Place place(args, vector, group);
+KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const LoadedGroup<T>& loaded, const Place& place,
+                                      int group, const float* edges) {
   float x[32];
-  load_group<T>(args.values, place.from, x);
+  loaded.unpack(x);
   Rotation<D>::rotate(x, args.signs + group * 32);
   float sum = __fmul_rn(x[0], x[0]);
   KVSTOW_UNROLL

@@ -36,29 +36,34 @@ struct Place {
   }
 };
 
+// A group on its way from memory.
 template <Dtype T>
-KVSTOW_INLINE void load_group(const void* p, u64 at, float (&x)[32]) {
-  if (T == FLOAT32) {
-    const float4* source = (const float4*)((const float*)p + at);
+struct LoadedGroup {
+  static constexpr int CHUNKS = T == FLOAT32 ? 8 : 4;
+  uint4 chunks[CHUNKS];
+
+  KVSTOW_INLINE void load(const void* p, u64 at) {
+    const uint4* source = (const uint4*)((const u8*)p + at * (T == FLOAT32 ? 4 : 2));
     KVSTOW_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const float4 v = source[i];
-      x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-  } else {
-    const uint4* source = (const uint4*)((const u16*)p + at);
+    for (int i = 0; i < CHUNKS; ++i) chunks[i] = source[i];
+  }
+  KVSTOW_INLINE void unpack(float (&x)[32]) const {
     KVSTOW_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const uint4 v = source[i];
-      const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < CHUNKS; ++i) {
+      const u32 words[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
       KVSTOW_UNROLL
       for (int k = 0; k < 4; ++k) {
-        x[8 * i + 2 * k] = T == BFLOAT16 ? __uint_as_float(pairs[k] << 16) : low_half(pairs[k]);
-        x[8 * i + 2 * k + 1] = T == BFLOAT16 ? __uint_as_float(pairs[k] & 0xFFFF0000u) : high_half(pairs[k]);
+        const u32 w = words[k];
+        if constexpr (T == FLOAT32) {
+          x[4 * i + k] = __uint_as_float(w);
+        } else {
+          x[8 * i + 2 * k] = T == BFLOAT16 ? __uint_as_float(w << 16) : low_half(w);
+          x[8 * i + 2 * k + 1] = T == BFLOAT16 ? __uint_as_float(w & 0xFFFF0000u) : high_half(w);
+        }
       }
     }
   }
-}
+};
 
 KVSTOW_INLINE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7F800000u); }
 KVSTOW_INLINE bool is_finite16(u16 h) { return (h & 0x7C00u) != 0x7C00u; }
