@@ -36,12 +36,7 @@ def compiler():
 def compile_kernel(kernel, folder):
     """A function that takes the arguments, blocks along x, y, z."""
     args = "EncodeArgs" if isinstance(kernel, EncodeKernel) else "DecodeArgs"
-    instructions = files("kvstow.kernels").joinpath("cuda", "primitives.cuh").read_text()
-    header = cuda_header(kernel.file_name)
-    own = instructions.replace("#pragma once\n", "")
-    assert own in header
-    program = f"""#include "{EMULATOR}"
-{header.replace(own, "")}
+    program = f"""{emulated(kernel.file_name)}
 {kernel.checks}
 static kvstow::{args} args;
 static void body() {{ {kernel.call("args", "emulator::shared.data()")}; }}
@@ -50,12 +45,51 @@ extern "C" bool launch(const kvstow::{args}* given, unsigned x, unsigned y, unsi
   return emulator::launch({{x, y, z}}, {kernel.threads}, {kernel.shared_bytes}, body);
 }}
 """
-    source, library = folder / f"{kernel.name}.cc", folder / f"{kernel.name}.so"
-    source.write_text(program)
-    subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(library)], check=True)
-    launch = ctypes.CDLL(str(library)).launch
+    launch = compile_program(program, folder, kernel.name).launch
     launch.restype = ctypes.c_bool
     return launch
+
+
+def emulated(file_name):
+    """The device source of an op behind the emulator's text."""
+    instructions = files("kvstow.kernels").joinpath("cuda", "primitives.cuh").read_text()
+    header = cuda_header(file_name)
+    own = instructions.replace("#pragma once\n", "")
+    assert own in header
+    return f'#include "{EMULATOR}"\n{header.replace(own, "")}'
+
+
+def compile_program(program, folder, name):
+    """A library."""
+    source, library = folder / f"{name}.cc", folder / f"{name}.so"
+    source.write_text(program)
+    subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def codes_of(x, divisor, bits, folder):
+    """Codes of float32 numbers, by boundaries times the divisor and by dividing each."""
+    program = f"""{emulated("encode.cuh")}
+extern "C" void codes(const float* edges, const float* x, int n, float divisor, unsigned char (*found)[2]) {{
+  kvstow::Boundaries<{bits}> multiplied(edges), plain(edges);
+  if (!multiplied.can_multiply(divisor)) return;
+  multiplied.multiply(divisor);
+  for (int i = 0; i < n; ++i) {{
+    found[i][0] = multiplied.code(x[i]);
+    found[i][1] = plain.code(x[i] / divisor);
+  }}
+}}
+"""
+    library = compile_program(program, folder, f"boundaries_of_{bits}")
+    found = np.full((len(x), 2), 255, np.uint8)
+    arrays = _address(BOUNDARIES[bits]), _address(x)
+    library.codes(
+        *map(ctypes.c_void_p, arrays),
+        len(x),
+        ctypes.c_float(divisor),
+        ctypes.c_void_p(_address(found)),
+    )
+    return found.T
 
 
 def attend(queries, planes, widths, folder, **options):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow.codec import reference
+from kvstow.codec.tables import BOUNDARIES
 from kvstow.kernels.plan import Device, plan_prefill
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS
 from tests.kernels import emulated
@@ -159,3 +160,24 @@ def test_encoded_bytes_are_those_of_the_definition(rng, tmp_path, head_dim, widt
         np.testing.assert_array_equal(got[:, :, 5:25], expected)
         assert (got[:, :, :5] == 77).all()
         assert (got[:, :, 25:] == 77).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("divisor", [1e-8, 0.3, 1.0, 1.5, 777.7, 2.0**60, 1e29])
+def test_no_number_is_on_the_other_side_of_a_boundary_times_the_divisor(
+    rng, tmp_path, bits, divisor
+):
+    divisor = np.float32(divisor)
+    near = np.append(BOUNDARIES[bits] * divisor, np.float32([0, 2.0**-149, 1e-40])).astype(
+        np.float32
+    )
+    steps = near.view(np.int32)[:, None] + np.arange(-40, 41)
+    smallest = np.arange(1, 40, dtype=np.int32).view(np.float32) * np.float32([[1], [-1]])
+    ties = divisor * np.float32(2.0**-149) * np.arange(-4, 5, dtype=np.float32) / 2
+    normal = 2 * divisor * rng.standard_normal(10_000).astype(np.float32)
+    special = np.float32([np.inf, -np.inf, np.nan, 0, -0.0])
+    x = [steps.astype(np.int32).view(np.float32), smallest, ties, normal, special]
+    x = np.ascontiguousarray(np.concatenate([a.ravel() for a in x]), np.float32)
+    multiplied, divided = emulated.codes_of(x, divisor, bits, tmp_path)
+    np.testing.assert_array_equal(multiplied, divided)
+    assert len(set(multiplied)) == 1 << bits

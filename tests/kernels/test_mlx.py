@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvstow.codec import reference
+from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.kernels import prefill
 from kvstow.scheme import HEAD_DIMS, KEY_BITS, VALUE_BITS, Turbo
 
@@ -179,6 +180,35 @@ def test_many_calls_at_once_do_not_disturb_each_other(rng):
     calls = [kernels.attend(queries, planes, rows(), Turbo(8, 3), scores) for _ in range(600)]
     mx.eval(calls)
     assert all(mx.array_equal(call, calls[0]) for call in calls[1:])
+
+
+@pytest.mark.skipif(not kernels.can_append(), reason="only CUDA's kernels append")
+@pytest.mark.parametrize("step", [1, 3])
+def test_attention_sees_what_was_appended_in_its_own_graph(rng, step):
+    """Nothing is computed before the end, so all launches are in one graph of MLX's."""
+    scheme, n, start = Turbo(8, 3), 30, 5
+    x, y = (mx.array(rng.standard_normal((2, 2, n, 64)).astype(np.float32)) for _ in "kv")
+    queries, _ = made_queries(rng, (2, 4, 1, 64), "float32")
+    whole = [mx.contiguous(p) for part in kernels.encode(x, y, scheme) for p in part]
+    planes = [
+        mx.contiguous(mx.pad(p[:, :, :start], [(0, 0), (0, 0), (0, 51), (0, 0)])) for p in whole
+    ]
+    mx.eval(planes, whole)
+    made, written, scores = [], None, kernels.Scores(0.125)
+    for at in range(start, n, step):
+        exact = x[:, :, at : at + step], y[:, :, at : at + step]
+        written = kernels.append(planes, at, exact, scheme, after=written)
+        pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
+        seen = min(at + step, n)
+        made.append((seen, kernels.attend(queries, pair, seen, scheme, scores, after=written)))
+    mx.eval([output for _, output in made])
+    for plane, wanted in zip(planes, whole, strict=True):
+        assert mx.array_equal(plane[:, :, :n], wanted, equal_nan=True)
+        assert not plane[:, :, n:].any()
+    padded = [mx.pad(p, [(0, 0), (0, 0), (0, 2), (0, 0)]) for p in whole]
+    pair = PackedKeys(*padded[:3]), PackedValues(*padded[3:])
+    for seen, output in made:
+        assert mx.array_equal(output, kernels.attend(queries, pair, seen, scheme, scores))
 
 
 def vectors(rng, head_dim, n=4096):
