@@ -2,11 +2,16 @@
 
     python benchmarks/bench_end_to_end.py --output benchmarks/results/end_to_end.jsonl
 
-Caches are filled with noise, a layer at a time and every row with the same, since what they hold
-does not change the speed; ``llama8b`` has the shape of Llama 3.1 8B and random weights. All rows
-of a batch are as long as each other and share one cache, which is how mlx-lm is fastest without a
-scheme: it needs no mask then. Cells whose bytes exceed the memory of the device are rows that say
-so; nothing is tried.
+Caches are filled with noise, every layer and row with the same, since what they hold does not
+change the speed; ``llama8b`` has the shape of Llama 3.1 8B and random weights. All rows of a batch
+are as long as each other and share one cache, which is how mlx-lm is fastest without a scheme: it
+needs no mask then. Cells whose bytes exceed the memory of the device are rows that say so; nothing
+is tried. A scheme that fails on a short cache of the same batch is refused there as it failed.
+
+Short contexts are bound by a host that others use too. So schemes take turns, round by round, each
+with its own cache in memory and alone attached to the model: ``vs_off`` is the median over rounds
+of a step's time without a scheme over that with it, in the same round. Where not all fit beside
+each other there are groups, each with ``off``, whose row is that of the first.
 
 ``--longest`` adds the longest context that the estimate lets through, and decodes there.
 """
@@ -17,6 +22,9 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +42,8 @@ from kvstow.attention import fused  # noqa: E402
 from kvstow.capacity import ModelShape, bytes_per_token  # noqa: E402
 from kvstow.errors import KvstowError  # noqa: E402
 from kvstow.evaluate.environment import environment  # noqa: E402
-from kvstow.integrations import attached, usage  # noqa: E402
-from kvstow.integrations.mlx_lm import read_shape  # noqa: E402
+from kvstow.integrations import attach, usage  # noqa: E402
+from kvstow.integrations.mlx_lm import attachment, read_shape, restore  # noqa: E402
 from kvstow.integrations.report import fetch_of  # noqa: E402
 from kvstow.models import load  # noqa: E402
 from kvstow.scheme import Off, Scheme  # noqa: E402
@@ -58,6 +66,7 @@ SCHEMES = [
     for text in ("off", "affine:8", "affine:4", "turbo:k8v3", "turbo:k8v4", "turbo:k4v3")
 ]
 STEP_TOKENS = 256  # by which caches grow; no turn below grows one after the first
+AHEAD = 2  # steps of a turn before its clock starts: one that has ended, one that computes
 NOISE_TOKENS = 4096  # repeated where a cache holds more: drawing takes several times their bytes
 RESERVE = 0.06  # of what is free: mlx itself stays below 0.95 of a GPU's memory
 
@@ -91,24 +100,25 @@ def random_llama(dtype: mx.Dtype) -> Any:
     return model
 
 
-def needed_bytes(model: Any, shape: ModelShape, scheme: Scheme, cell: Cell) -> int:
-    """Weights, the cache with room to grow, and what filling or growing one layer takes."""
+def needed_bytes(model: Any, shape: ModelShape, schemes: Iterable[Scheme], cell: Cell) -> int:
+    """Weights, a cache of each scheme with room to grow, and what growing one layer takes."""
     parameters: Any = tree_flatten(model.parameters())
     weights = sum(array.nbytes for _, array in parameters)
-    room = cell.tokens + 2 * STEP_TOKENS
-    cache = cell.batch * room * bytes_per_token(shape, scheme)
-    one_layer = cell.batch * room * bytes_per_token(shape, Off()) // len(shape.layers)
+    of_rows = cell.batch * (cell.tokens + 2 * STEP_TOKENS)
+    caches = sum(of_rows * bytes_per_token(shape, scheme) for scheme in schemes)
+    one_layer = of_rows * bytes_per_token(shape, Off()) // len(shape.layers)
     logits = 4 * cell.batch * shape.vocab_size * 4
-    return int(weights + cache + 2 * one_layer + logits)
+    return int(weights + caches + 2 * one_layer + logits)
 
 
 def filled(model: Any, cell: Cell, dtype: mx.Dtype) -> list[Any]:
     """The prompt cache of `model`, as it is attached, holding noise."""
-    shape = read_shape(model)
-    cache = make_prompt_cache(model)
-    for i, layer in enumerate(shape.layers):
+    cache, drawn = make_prompt_cache(model), {}
+    for i, layer in enumerate(read_shape(model).layers):
         of_layer = (cell.batch, layer.n_kv_heads, cell.tokens, layer.key_dim)
-        cache[i].update_and_fetch(*(noise(of_layer, dtype) for _ in "kv"))
+        if of_layer not in drawn:
+            drawn[of_layer] = [noise(of_layer, dtype) for _ in "kv"]
+        cache[i].update_and_fetch(*drawn[of_layer])
         mx.eval(cache[i].state)
         mx.clear_cache()
     return cache
@@ -121,69 +131,216 @@ def noise(shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array:
 
 
 def turn_ms(model: Any, cache: list[Any], batch: int, n: int) -> float:
-    """Time of a step; as in mlx-lm, the next graph is built while one computes."""
-    token = mx.zeros((batch, 1), mx.int32)
-    mx.eval(token)
-    begin = time.perf_counter()
-    for _ in range(n):
+    """Time of a step, of `n` in the midst of decoding.
+
+    As in mlx-lm, the next graph is built while one computes: the clock runs from the end of one
+    step to the end of another, and one more is under way at both.
+    """
+
+    def follow(token: mx.array) -> mx.array:
         following = mx.argmax(model(token, cache=cache)[:, -1], axis=-1, keepdims=True)
         mx.async_eval(following)  # type: ignore[no-untyped-call]
+        return following
+
+    before = follow(mx.zeros((batch, 1), mx.int32))
+    token = follow(before)
+    mx.eval(before)
+    begin = time.perf_counter()
+    for _ in range(n):
+        following = follow(token)
         mx.eval(token)
         token = following
+    end = time.perf_counter()
     mx.eval(token)
-    return 1e3 * (time.perf_counter() - begin) / n
+    return 1e3 * (end - begin) / n
 
 
-def measure(model: Any, scheme: Scheme, cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    calls = fused.counts()
-    with attached(model, scheme, fetch=fetch_of(scheme, options.fetch)) as report:
-        cache = filled(model, cell, getattr(mx, options.dtype))
-        mx.reset_peak_memory()
-        turn_ms(model, cache, cell.batch, options.steps)  # compiles, and grows the caches
-        growing = int(mx.get_peak_memory())
-        mx.reset_peak_memory()
-        ms = [turn_ms(model, cache, cell.batch, options.steps) for _ in range(options.rounds)]
-        peak, kv = int(mx.get_peak_memory()), usage(cache)
-        # A cache that is not what was asked for would be measured for nothing.
-        if not isinstance(scheme, Off) and kv.kv_bytes >= kv.kv_bytes_bf16:
-            raise SystemExit(f"{scheme} holds {kv.kv_bytes} bytes, no less than bfloat16")
-    step = statistics.median(ms)
-    return {
-        "fetch": report.fetch,
-        "attention_calls": dict(fused.counts() - calls),
-        "step_ms": round(step, 4),
-        "step_ms_all": [round(x, 4) for x in ms],
-        "decode_tokens_per_s": round(cell.batch * 1e3 / step, 2),
-        "kv_bytes": kv.kv_bytes,
-        "kv_bytes_bf16": kv.kv_bytes_bf16,
-        "peak_memory_bytes": peak,
-        "peak_memory_bytes_growing": max(peak, growing),
-    }
+class Bench:
+    """A model, and its attachments, each of which is made once and put in place for a turn.
+
+    Args:
+        model: With nothing attached.
+        options: As parsed.
+    """
+
+    def __init__(self, model: Any, options: argparse.Namespace) -> None:
+        self.model, self.options = model, options
+        self.shape = read_shape(model)
+        self.active = int(mx.get_active_memory())  # weights
+        self._attachments: dict[str, tuple[Any, str]] = {}
+        self._short: dict[tuple[str, Cell], str] = {}
+
+    @contextmanager
+    def attached(self, scheme: Scheme) -> Iterator[str]:
+        """Yields the path of attention. Nothing is attached before and after."""
+        name = str(scheme)
+        if name not in self._attachments:
+            report = attach(self.model, scheme, fetch=fetch_of(scheme, self.options.fetch))
+            self._attachments[name] = attachment(self.model), report.fetch
+        factory, path = self._attachments[name]
+        restore(self.model, factory)
+        try:
+            yield path
+        finally:
+            restore(self.model, None)
+
+    def needed(self, schemes: Iterable[Scheme], cell: Cell) -> int:
+        """See `needed_bytes`."""
+        return needed_bytes(self.model, self.shape, schemes, cell)
+
+    def fits(self, schemes: Iterable[Scheme], cell: Cell) -> bool:
+        """Whether these fit beside each other."""
+        return bool(self.needed(schemes, cell) <= self.options.memory_bytes)
+
+    def refusal(self, scheme: Scheme, cell: Cell) -> str:
+        """How a scheme fails on short caches of this batch; empty if it does not.
+
+        They are as long as those of the cell, less steps of growth: kernels may need multiples.
+        """
+        short = Cell(cell.batch, STEP_TOKENS + cell.tokens % STEP_TOKENS)
+        key = str(scheme), short
+        if key not in self._short:
+            arm = Arm(self, scheme, short)
+            arm.attempt(lambda: arm.fill(1))
+            self._short[key] = f"{arm.refused} (at {short.tokens} tokens)" if arm.refused else ""
+        return self._short[key]
 
 
-def arm(model: Any, scheme: Scheme, cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """What was measured, or why not."""
-    needed = needed_bytes(model, read_shape(model), scheme, cell)
-    row: dict[str, Any] = {"needed_bytes": needed}
-    if needed > options.memory_bytes:
-        why = f"needs {needed / 1e9:.1f} GB of {options.memory_bytes / 1e9:.1f}"
-        return row | {"fits": False, "refused": why}
-    row["fits"] = True
-    try:
-        return row | measure(model, scheme, cell, options)
-    except (RuntimeError, ValueError, KvstowError) as error:  # mlx lacks kernels for affine
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return row | {"refused": why}
-    finally:
-        gc.collect()
+class Arm:
+    """A scheme on a cell: its cache, and what its turns took.
+
+    Attributes:
+        ms: Of a step, for each turn.
+        refused: Why it failed; empty if it has not.
+    """
+
+    def __init__(self, bench: Bench, scheme: Scheme, cell: Cell) -> None:
+        self.scheme, self.ms, self.refused = scheme, list[float](), ""
+        self._bench, self._cell = bench, cell
+        self._cache: list[Any] = []
+        self._calls: Counter[str] = Counter()
+        self._held = self._peak = self._growing = 0
+
+    def attempt(self, what: Callable[[], None]) -> None:
+        """Do it, or be refused and hold nothing."""
+        try:
+            what()
+        except (RuntimeError, ValueError, KvstowError) as error:  # mlx lacks kernels for affine
+            self.refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._cache = []
+
+    def fill(self, steps: int) -> None:
+        """Fill the cache, and decode a turn, which compiles and grows it."""
+        before = int(mx.get_active_memory())
+        with self._bench.attached(self.scheme) as self._path:
+            dtype = getattr(mx, self._bench.options.dtype)
+            self._cache = filled(self._bench.model, self._cell, dtype)
+        self._turn(steps)
+        self._growing = int(mx.get_peak_memory()) - before + self._bench.active
+        self._held = int(mx.get_active_memory()) - before
+        self._room = usage(self._cache).kv_bytes
         mx.clear_cache()
+
+    def turn(self) -> None:
+        """Decode, and note how long it took."""
+        others = int(mx.get_active_memory()) - self._held - self._bench.active
+        self.ms.append(self._turn(self._bench.options.steps))
+        self._peak = max(self._peak, int(mx.get_peak_memory()) - others)
+
+    def _turn(self, steps: int) -> float:
+        calls = fused.counts()
+        with self._bench.attached(self.scheme):
+            mx.reset_peak_memory()
+            ms = turn_ms(self._bench.model, self._cache, self._cell.batch, steps)
+        self._calls += fused.counts() - calls
+        return ms
+
+    def row(self) -> dict[str, Any]:
+        """What was measured, or why not.
+
+        Raises:
+            SystemExit: If it was not what it is said to be.
+        """
+        if self.refused:
+            return {"refused": self.refused}
+        kv, step = usage(self._cache), statistics.median(self.ms)
+        if not isinstance(self.scheme, Off) and kv.kv_bytes >= kv.kv_bytes_bf16:
+            raise SystemExit(f"{self.scheme} holds {kv.kv_bytes} bytes, no less than bfloat16")
+        if kv.kv_bytes != self._room:
+            raise SystemExit(f"the cache of {self.scheme} grew while its turns were timed")
+        return {
+            "fetch": self._path,
+            "attention_calls": dict(self._calls),
+            "step_ms": round(step, 4),
+            "step_ms_all": [round(x, 4) for x in self.ms],
+            "decode_tokens_per_s": round(self._cell.batch * 1e3 / step, 2),
+            "kv_bytes": kv.kv_bytes,
+            "kv_bytes_bf16": kv.kv_bytes_bf16,
+            "peak_memory_bytes": self._peak,
+            "peak_memory_bytes_growing": max(self._peak, self._growing),
+        }
+
+
+def groups(bench: Bench, cell: Cell, schemes: Sequence[Scheme]) -> list[list[Scheme]]:
+    """Which of `schemes` take turns: as many as fit beside each other and `off`.
+
+    One that does not fit beside `off` is alone, as all are where `off` is not asked for.
+    """
+    off = next((scheme for scheme in schemes if isinstance(scheme, Off)), None)
+    beside: list[list[Scheme]] = []
+    alone: list[list[Scheme]] = []
+    for scheme in schemes:
+        if scheme is off:
+            continue
+        if off is None or not bench.fits([off, scheme], cell):
+            alone.append([scheme])
+            continue
+        room = next((group for group in beside if bench.fits([*group, scheme], cell)), None)
+        if room is None:
+            beside.append([off, scheme])
+        else:
+            room.append(scheme)
+    if off is not None and not beside:
+        alone.append([off])
+    return beside + alone
+
+
+def measure(bench: Bench, cell: Cell, schemes: Sequence[Scheme]) -> dict[str, dict[str, Any]]:
+    """What each scheme's row says of its turns, in a group."""
+    options = bench.options
+    arms = [Arm(bench, scheme, cell) for scheme in schemes]
+    for arm in arms:
+        arm.attempt(lambda arm=arm: arm.fill(options.steps))  # type: ignore[misc]
+    for i in range(options.rounds):
+        first = i % len(arms)  # not always the same one after the same other
+        for arm in arms[first:] + arms[:first]:
+            if not arm.refused:
+                arm.attempt(arm.turn)
+    ms = {str(arm.scheme): arm.ms for arm in arms if not arm.refused}
+    found = {
+        name: arm.row()
+        | {"vs_off": ratio(ms, "off", name), "vs_affine8": ratio(ms, "affine:8", name)}
+        for arm, name in ((arm, str(arm.scheme)) for arm in arms)
+    }
+    del arms, arm
+    gc.collect()
+    mx.clear_cache()
+    return found
+
+
+def ratio(ms: dict[str, list[float]], base: str, name: str) -> float | None:
+    """The median over rounds of how many times as fast as `base` it is."""
+    if base not in ms or name not in ms:
+        return None
+    pairs = zip(ms[base], ms[name], strict=True)
+    return round(statistics.median(theirs / mine for theirs, mine in pairs), 3)
 
 
 def longest(model: Any, scheme: Scheme, batch: int, memory_bytes: int) -> Cell:
     """The most tokens of each row, in steps of 4096, that the estimate lets through."""
     shape = read_shape(model)
     tokens = 4096
-    while needed_bytes(model, shape, scheme, Cell(batch, tokens + 4096)) <= memory_bytes:
+    while needed_bytes(model, shape, [scheme], Cell(batch, tokens + 4096)) <= memory_bytes:
         tokens += 4096
     return Cell(batch, tokens)
 
@@ -198,12 +355,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--longest", nargs="*", type=Scheme.parse, default=[], help="schemes")
     parser.add_argument("--longest-batch", type=int, default=8)
     parser.add_argument("--fetch", choices=["auto", "deferred", "fused"], default="auto")
-    parser.add_argument("--steps", type=int, default=8, help="of a turn; a turn is timed as one")
-    parser.add_argument("--rounds", type=int, default=5, help="turns, after one that warms up")
+    parser.add_argument("--steps", type=int, default=12, help="of a turn; a turn is timed as one")
+    parser.add_argument("--rounds", type=int, default=9, help="turns, after one that warms up")
     parser.add_argument("--memory-bytes", type=int, help="of the device, where mlx does not say")
     options = parser.parse_args()
-    if options.steps * (options.rounds + 1) >= STEP_TOKENS:
-        parser.error(f"--steps times --rounds and one must stay under {STEP_TOKENS}")
+    if (options.steps + AHEAD) * (options.rounds + 1) >= STEP_TOKENS:
+        parser.error(
+            f"--steps and {AHEAD}, times --rounds and one, must stay under {STEP_TOKENS}, "
+            f"got {options.steps} and {options.rounds}"
+        )
+    if odd := [cell for cell in options.cells if cell.tokens % STEP_TOKENS]:
+        parser.error(
+            f"--cells must hold multiples of {STEP_TOKENS} tokens, since caches that are not full "
+            f"grow later than in the first turn, got {odd[0].batch}x{odd[0].tokens}"
+        )
     if options.output is not None and not options.output.parent.is_dir():
         parser.error(f"--output must be in a directory that exists, got {options.output}")
     if options.memory_bytes is None:
@@ -213,47 +378,59 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def rows(model: Any, cell: Cell, schemes: list[Scheme], options: argparse.Namespace) -> Any:
-    """One of each scheme, with its ratios in this run."""
-    found = {str(scheme): arm(model, scheme, cell, options) for scheme in schemes}
-    ms = {name: row.get("step_ms") for name, row in found.items()}
-    for name, row in found.items():
-        mine = ms[name]
+def rows(bench: Bench, cell: Cell, schemes: Sequence[Scheme]) -> Iterator[dict[str, Any]]:
+    """One of each scheme."""
+    found: dict[str, dict[str, Any]] = {}
+    limit = bench.options.memory_bytes
+    fitting = [scheme for scheme in schemes if bench.fits([scheme], cell)]
+    for scheme in fitting:
+        if why := bench.refusal(scheme, cell):
+            found[str(scheme)] = {"refused": why}
+    for group in groups(bench, cell, [s for s in fitting if str(s) not in found]):
+        found = measure(bench, cell, group) | found
+    for scheme in schemes:
+        needed = bench.needed([scheme], cell)
+        why = f"needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f}"
         yield {
             "bench": "end_to_end",
-            "model": options.model,
-            "dtype": options.dtype,
+            "model": bench.options.model,
+            "dtype": bench.options.dtype,
             "batch": cell.batch,
             "tokens": cell.tokens,
-            "scheme": name,
+            "scheme": str(scheme),
             "longest": False,
-            "refused": None,
-            **row,
-            "vs_off": round(ms["off"] / mine, 3) if mine and ms.get("off") else None,
-            "vs_affine8": round(ms["affine:8"] / mine, 3) if mine and ms.get("affine:8") else None,
-            "memory_limit_bytes": options.memory_bytes,
+            "refused": None if scheme in fitting else why,
+            "needed_bytes": needed,
+            "fits": scheme in fitting,
+            "vs_off": None,
+            "vs_affine8": None,
+            "memory_limit_bytes": limit,
+            **found.get(str(scheme), {}),
         }
 
 
 def main() -> None:
     options = parsed()
+    started = time.perf_counter()
     dtype = getattr(mx, options.dtype)
     if options.model == "llama8b":
         model = random_llama(dtype)
     else:
         model, _ = load(options.model, dtype=options.dtype)
+    bench = Bench(model, options)
     runs = [(cell, options.schemes, False) for cell in options.cells]
     for scheme in options.longest:
         cell = longest(model, scheme, options.longest_batch, options.memory_bytes)
         runs.append((cell, [scheme], True))
     about = environment(" ".join(["python", *sys.argv]), BLAS)
     for cell, schemes, is_longest in runs:
-        for row in rows(model, cell, schemes, options):
+        for row in rows(bench, cell, schemes):
             said = row["refused"] or f"{row['step_ms']:9.3f} ms {row['vs_off']}x {row['fetch']}"
             print(f"{cell.batch:3} x {cell.tokens:7} {row['scheme']:12} {said}", flush=True)
             if options.output is not None:
                 with options.output.open("a") as file:
                     print(json.dumps({**row, "longest": is_longest, **about}), file=file)
+        print(f"# {time.perf_counter() - started:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

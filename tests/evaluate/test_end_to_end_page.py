@@ -16,6 +16,7 @@ import mlx.core as mx
 
 import kvstow
 from kvstow.evaluate.figures.decoding import digest
+from kvstow.integrations.mlx_lm import attachment, deferred
 from tests.integration import tiny
 
 pytestmark = pytest.mark.mlx
@@ -156,18 +157,29 @@ def test_memory_is_measured_or_else_hollow_and_estimated():
     assert second.lines[0].get_ydata()[0] == LIMIT / 1e9
 
 
-def test_rows_of_the_benchmark_have_what_is_shown():
-    bench = runpy.run_path(str(ROOT / "benchmarks/bench_end_to_end.py"))
+def options_with(**more):
+    fixed = {"model": "tiny", "dtype": "float32", "fetch": "auto", "steps": 1, "rounds": 2}
+    return argparse.Namespace(**fixed | more)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return runpy.run_path(str(ROOT / "benchmarks/bench_end_to_end.py"))
+
+
+def parsed(*texts):
+    return [kvstow.Scheme.parse(text) for text in texts]
+
+
+def test_rows_of_the_benchmark_have_what_is_shown(bench):
     model = tiny.build("llama")
-    options = argparse.Namespace(
-        model="tiny", dtype="float32", fetch="auto", steps=1, rounds=1, memory_bytes=10**10
-    )
-    schemes = [kvstow.Scheme.parse(text) for text in ("off", "turbo:k8v3")]
+    made_with = bench["Bench"](model, options_with(memory_bytes=10**10))
+    schemes = parsed("off", "turbo:k8v3")
     about = {key: ROWS[0][key] for key in ("command", "commit", "device", "mlx")}
     cell = bench["Cell"].parse("2x300")
-    rows = [row | about for row in bench["rows"](model, cell, schemes, options)]
-    options.memory_bytes = 1
-    rows += [row | about for row in bench["rows"](model, bench["Cell"](1, 300), schemes, options)]
+    rows = [row | about for row in bench["rows"](made_with, cell, schemes)]
+    made_with.options.memory_bytes = 1
+    rows += [row | about for row in bench["rows"](made_with, bench["Cell"](1, 300), schemes)]
     assert [row["fits"] for row in rows] == [True, True, False, False]
     assert [set(row) for row in rows] == [set(ROWS[0])] * 2 + [set(ROWS[3])] * 2
     assert rows[1]["kv_bytes"] < rows[0]["kv_bytes"]
@@ -176,5 +188,81 @@ def test_rows_of_the_benchmark_have_what_is_shown():
     assert TOOL["figures"](rows)
     longest = bench["longest"](model, schemes[1], 2, 10**8)
     shape = kvstow.integrations.mlx_lm.read_shape(model)
-    assert bench["needed_bytes"](model, shape, schemes[1], longest) <= 10**8
+    assert bench["needed_bytes"](model, shape, [schemes[1]], longest) <= 10**8
     assert not mx.isnan(bench["noise"]((2, 3, 5000, 4), mx.float32)).any()
+
+
+def test_schemes_take_turns_and_nothing_else_is_attached_in_theirs(bench, monkeypatch):
+    model, turns = tiny.build("llama"), []
+
+    def turn_ms(model, cache, *_):
+        attached = attachment(model)
+        scheme = attached.report.scheme if attached else "off"
+        assert deferred.is_installed() == (str(scheme) == "turbo:k8v3")
+        turns.append((str(scheme), frozenset(map(type, cache))))
+        return {"off": 6.0, "affine:8": 3.0, "turbo:k8v3": 2.0}[str(scheme)] * len(turns)
+
+    monkeypatch.setitem(bench["rows"].__globals__, "turn_ms", turn_ms)
+    schemes = parsed("off", "affine:8", "turbo:k8v3")
+    made_with = bench["Bench"](model, options_with(memory_bytes=10**10))
+    off, affine, turbo = bench["rows"](made_with, bench["Cell"](2, 256), schemes)
+    a, b, c = "off", "affine:8", "turbo:k8v3"
+    tried_and_grown = [a, b, c] * 2
+    assert [scheme for scheme, _ in turns] == [*tried_and_grown, a, b, c, b, c, a]
+    assert all(len({kinds for name, kinds in turns if name == scheme}) == 1 for scheme in (a, b, c))
+    assert len({kinds for _, kinds in turns}) == 3
+    assert attachment(model) is None
+    # Turns 7 to 12: the medians of ratios in a round, and not the ratio of medians.
+    assert off["step_ms_all"] == [6.0 * 7, 6.0 * 12]
+    assert turbo["vs_off"] == round((6 * 7 / (2 * 9) + 6 * 12 / (2 * 11)) / 2, 3)
+    assert affine["vs_off"] == round((6 * 7 / (3 * 8) + 6 * 12 / (3 * 10)) / 2, 3)
+    assert turbo["vs_affine8"] == round((3 * 8 / (2 * 9) + 3 * 10 / (2 * 11)) / 2, 3)
+    assert off["vs_off"] == 1.0
+
+
+def test_what_fails_on_short_caches_is_refused_without_filling_long_ones(bench, monkeypatch):
+    filled, sizes = bench["filled"], []
+
+    def failing(model, cell, dtype):
+        if attachment(model) is None:
+            return filled(model, cell, dtype)
+        sizes.append(cell.tokens)
+        raise RuntimeError("no kernel for this\nat all")
+
+    monkeypatch.setitem(bench["rows"].__globals__, "filled", failing)
+    made_with = bench["Bench"](tiny.build("llama"), options_with(memory_bytes=10**10))
+    schemes = parsed("off", "affine:8")
+    for tokens in (512, 1024):
+        off, affine = bench["rows"](made_with, bench["Cell"](2, tokens), schemes)
+        assert affine["refused"] == "no kernel for this (at 256 tokens)"
+        assert (affine["fits"], affine["vs_off"]) == (True, None)
+        assert (off["refused"], off["vs_off"]) == (None, 1.0)
+    assert sizes == [256]
+
+
+def test_groups_are_of_what_fits_beside_off(bench):
+    made_with = bench["Bench"](tiny.build("llama"), options_with(memory_bytes=10**12))
+    off, *rest = schemes = parsed("off", "turbo:k8v3", "turbo:k8v4", "turbo:k4v3")
+    cell = bench["Cell"](2, 2**20)
+
+    def grouped(room, asked=schemes):
+        made_with.options.memory_bytes = made_with.needed(room, cell)
+        return bench["groups"](made_with, cell, asked)
+
+    assert grouped(schemes) == [schemes]
+    assert grouped([off, *rest[:2]]) == [[off, *rest[:2]], [off, rest[2]]]
+    assert grouped([off, rest[0]]) == [[off, rest[0]], [off, rest[2]], [rest[1]]]
+    assert grouped([off]) == [[rest[0]], [rest[1]], [rest[2]], [off]]
+    assert grouped([off], rest) == [[scheme] for scheme in rest]
+
+
+def test_memory_is_that_of_the_model_and_one_cache(bench):
+    model = tiny.build("llama")
+    mx.eval(model.parameters())
+    made_with = bench["Bench"](model, options_with(memory_bytes=10**10))
+    schemes, cell = parsed("off", "turbo:k8v3"), bench["Cell"](2, 2048)
+    together = list(bench["rows"](made_with, cell, schemes))
+    for scheme, row in zip(schemes, together, strict=True):
+        (alone,) = bench["rows"](made_with, cell, [scheme])
+        assert row["peak_memory_bytes"] == pytest.approx(alone["peak_memory_bytes"], rel=0.02)
+        assert row["peak_memory_bytes"] > made_with.active + row["kv_bytes"]
