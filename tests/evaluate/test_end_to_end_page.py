@@ -18,8 +18,10 @@ import kvstow
 from kvstow.evaluate.figures.decoding import digest
 from kvstow.integrations.mlx_lm import attachment, deferred
 from tests.integration import tiny
+from tests.kernels import stand_in
 
 pytestmark = pytest.mark.mlx
+kernels = stand_in.kernels
 ROOT = Path(kvstow.__file__).parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools/make_end_to_end_docs.py"))
 FILES = {"section": "docs/kernels.md", "readme": "README.md"}
@@ -266,3 +268,16 @@ def test_memory_is_that_of_the_model_and_one_cache(bench):
         (alone,) = bench["rows"](made_with, cell, [scheme])
         assert row["peak_memory_bytes"] == pytest.approx(alone["peak_memory_bytes"], rel=0.02)
         assert row["peak_memory_bytes"] > made_with.active + row["kv_bytes"]
+
+
+def test_calls_of_kernels_are_those_of_the_scheme_that_made_them(bench, kernels):
+    model = tiny.build("llama", dtype=mx.bfloat16)
+    made_with = bench["Bench"](model, options_with(memory_bytes=10**10, dtype="bfloat16"))
+    schemes = parsed("off", "turbo:k8v3", "turbo:k4v3")
+    off, *turbo = bench["rows"](made_with, bench["Cell"](2, 256), schemes)
+    assert (off["fetch"], off["attention_calls"]) == ("host", {})
+    steps = 3 * (1 + bench["AHEAD"])  # the turn that grows the cache and two more
+    for row in turbo:
+        assert row["fetch"] == "fused"
+        assert row["attention_calls"] == {"kernel": steps * len(model.layers)}
+    assert len(kernels.attended) >= 2 * steps * len(model.layers)
