@@ -46,7 +46,8 @@ struct DecodeShape {
   static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
   static constexpr int AT_TABLE = (AT_STEPS + ROWS * 4 + 127) / 128 * 128;
   static constexpr bool PAIRED = VALUE_BITS == 2 || VALUE_BITS == 4;  // see pair_table.cuh
-  static constexpr int AT_RING = AT_TABLE + (VALUE_BITS == 3 ? 0 : 128 << (PAIRED ? 8 : VALUE_BITS));
+  static constexpr int TABLE_BYTES = VALUE_BITS == 3 ? 0 : VALUE_BITS == 5 ? 65536 : 32768;
+  static constexpr int AT_RING = AT_TABLE + TABLE_BYTES;
   static constexpr int SUMS_PER_LANE = DIMS * ROW_QUADS;
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
   static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);

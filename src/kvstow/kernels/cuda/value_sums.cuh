@@ -96,6 +96,10 @@ struct ValueDecoder {
                        : w == 3 ? pick_bytes(words[k][S::WORDS - 1], words[k + 1][S::WORDS - 1], reader.outer)
                                 : pick_bytes(middles[k], middles[k + 1], w == 1 ? 0x5410 : 0x7632);
       centroids.four_pairs(w & 1 ? both >> 4 : both, pairs);
+    } else if constexpr (S::VALUE_BITS == 5) {
+      const int from = 4 * w * 5;
+      centroids.four_pairs({bits(k, from, 10), bits(k, from + 10, 10)}, {bits(k + 1, from, 10), bits(k + 1, from + 10, 10)},
+                           pairs);
     } else if constexpr (S::PAIRED) {
       const int word = w * 4 * S::VALUE_BITS / 32;
       centroids.four_pairs(words[k][word], words[k + 1][word], w, pairs);
