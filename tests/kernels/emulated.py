@@ -70,7 +70,8 @@ def compile_program(program, folder, name):
 def codes_of(x, divisor, bits, folder):
     """Codes of float32 numbers, by boundaries times the divisor and by dividing each."""
     program = f"""{emulated("encode.cuh")}
-extern "C" void codes(const float* edges, const float* x, int n, float divisor, unsigned char (*found)[2]) {{
+typedef unsigned char Codes[2];
+extern "C" void codes(const float* edges, const float* x, int n, float divisor, Codes* found) {{
   kvstow::Boundaries<{bits}> multiplied(edges), plain(edges);
   if (!multiplied.can_multiply(divisor)) return;
   multiplied.multiply(divisor);

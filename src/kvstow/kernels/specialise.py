@@ -7,6 +7,7 @@ framework or a device: `decode_kernel` is told how much shared memory a block ma
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 from kvstow.codec.layout import check_keys, check_values
@@ -216,7 +217,7 @@ Kernel = DecodeKernel | EncodeKernel
 def decode_kernel(
     widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int, shared_limit: int
 ) -> DecodeKernel:
-    """The kernel for a shape, with the best launch that fits.
+    """The kernel for a shape, with the most rows that fit, and then the best launch.
 
     Args:
         widths: Bits of a key code and of a value code.
@@ -233,27 +234,27 @@ def decode_kernel(
     key_bits, value_bits = widths
     check_keys(key_bits, head_dim)
     check_values(value_bits, head_dim)
-    quads = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
-    for warps, stages, tile in LAUNCHES:
-        kernel = DecodeKernel(head_dim, key_bits, value_bits, dtype, quads, warps, stages, tile)
-        if kernel.is_possible and kernel.shared_bytes <= shared_limit:
-            return kernel
+    most = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
+    for quads in sorted((n for n in ROW_QUADS if n <= most), reverse=True):
+        for warps, stages, tile in LAUNCHES:
+            kernel = DecodeKernel(head_dim, key_bits, value_bits, dtype, quads, warps, stages, tile)
+            if kernel.is_possible and kernel.shared_bytes <= shared_limit:
+                return kernel
     raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
 
 
 def all_kernels(capability: int) -> Iterator[Kernel]:
     """Every kernel that exists for a compute capability of `SHARED_LIMITS`."""
-    for head_dim in HEAD_DIMS:
-        for key_bits in KEY_BITS:
-            for value_bits in VALUE_BITS:
-                widths = key_bits, value_bits
-                for dtype in DTYPES:
-                    for search in (False, True):
-                        yield EncodeKernel(head_dim, *widths, dtype, search=search)
-                    for quads in ROW_QUADS:
-                        if quads <= MOST_ROW_QUADS[head_dim]:
-                            limit = SHARED_LIMITS[capability]
-                            yield decode_kernel(widths, head_dim, dtype, 4 * quads, limit)
+    limit = SHARED_LIMITS[capability]
+    for head_dim, key_bits, value_bits in product(HEAD_DIMS, KEY_BITS, VALUE_BITS):
+        widths = key_bits, value_bits
+        for dtype in DTYPES:
+            for search in (False, True):
+                yield EncodeKernel(head_dim, *widths, dtype, search=search)
+            for rows in (4 * quads for quads in ROW_QUADS if quads <= MOST_ROW_QUADS[head_dim]):
+                kernel = decode_kernel(widths, head_dim, dtype, rows, limit)
+                if kernel.rows == rows:  # else so many do not fit
+                    yield kernel
 
 
 def _least_of(choices: tuple[int, ...], wanted: int) -> int:
