@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvstow
 from kvstow.scheme import Turbo
 
 mx = pytest.importorskip("mlx.core")
@@ -102,6 +103,7 @@ def test_steps_are_written_in_place_once_nobody_else_has_the_planes(kernels):
         layer.trim(1)
         for n in (1, 1):
             layer.update_and_fetch(*drawn(rng, n))
+            kvstow.usage([layer])  # counts, and has no handle
         assert kernels.appended == [((1, 2, 1, D), 6)]
         mx.eval(layer.state)
         layer.update_and_fetch(*drawn(rng, 1))  # somebody may have the state

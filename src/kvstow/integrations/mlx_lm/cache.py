@@ -104,7 +104,8 @@ class PackedKVCache(Single):
     @property
     def n_elements(self) -> int:
         """Key and value elements that the allocated memory has room for."""
-        groups = sum(plane.size for plane in self._store.planes[1::3])  # scales of keys, values
+        scales = [part.scales for part in self._store.allocated()] if self.is_packed else []
+        groups = sum(plane.size for plane in scales)
         plain = sum(a.size for a in (self._plain.keys, self._plain.values) if a is not None)
         return int(groups * GROUP_SIZE + plain)
 
