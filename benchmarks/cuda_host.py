@@ -18,9 +18,9 @@ from kvstow.codec import tables
 from kvstow.codec.search import key_candidates, value_candidates
 from kvstow.kernels import nvrtc
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
-from kvstow.kernels.plan import AttentionPlan, Device, Shape, plan_attention
+from kvstow.kernels.plan import AttentionPlan, Device, Shape, in_shares, plan_attention
 from kvstow.kernels.source import AnyKernel, cuda_program
-from kvstow.kernels.specialise import Dtype, EncodeKernel
+from kvstow.kernels.specialise import DecodeKernel, Dtype, EncodeKernel
 from kvstow.require import require
 from kvstow.scheme import GROUP_SIZE, Turbo
 
@@ -125,7 +125,8 @@ class DecodeCall:
         starts: First token of each row, int32.
         sinks: A score of no token for each query head, float32.
         window: Tokens that a query sees; 0: all.
-        chunk: Tokens of a split; None: as planned.
+        chunk: Tokens of a split, in shares of the shortest; None: as planned.
+        shares: Blocks of a step of rows with lengths; None: as planned.
     """
 
     def __init__(
@@ -141,6 +142,10 @@ class DecodeCall:
         chunk = options.get("chunk") or self.plan.chunk
         n_splits = max(1, -(-n_tokens // chunk))
         self._grid = (n_splits, *self.plan.grid[1:])
+        if shape.ragged and isinstance(self.plan.kernel, DecodeKernel):
+            n_shares = options.get("shares") or host.device.n_processors
+            self.plan = in_shares(shape, self.plan.kernel, n_shares, chunk)
+            n_splits, self._grid = self.plan.n_splits, self.plan.grid
         self._host = host
         rows, nan = b * hq * n_queries, math.nan
         self.output = torch.full_like(queries, nan)
@@ -155,7 +160,7 @@ class DecodeCall:
         self._keep = (queries, *planes, sums, weights, lengths, starts, options.get("sinks"))
         read = [*planes, queries, centroids, signs, options.get("sinks"), starts, lengths]
         written = [self.output, sums, weights, self.arrivals]
-        sizes = h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
+        sizes = b, h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
         counts = *sizes, n_splits, chunk, options.get("window", 0)
         self._args = DecodeArgs(*map(_pointer, read + written), *counts, d**-0.5 * LOG2_E)
 

@@ -13,9 +13,9 @@ import numpy as np
 from kvstow.codec.search import key_candidates, value_candidates
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
-from kvstow.kernels.plan import Device, Shape, plan_decode
+from kvstow.kernels.plan import Device, Shape, in_shares, plan_decode
 from kvstow.kernels.source import cuda_header
-from kvstow.kernels.specialise import EncodeKernel
+from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
 
 EMULATOR = Path(__file__).with_name("emulator.h")
 OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
@@ -96,17 +96,22 @@ extern "C" void codes(const float* edges, const float* x, int n, float divisor, 
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
-    Options: starts, lengths (int32), sinks (float32), window, chunk, device, and
+    Options: starts, lengths (int32), sinks (float32), window, chunk, shares, device, and
     plan, which is `plan_decode` unless given.
     """
     b, hq, n_queries, d = queries.shape
     h, capacity = planes[0].shape[1:3]
-    shape = Shape(b, hq, h, n_queries, d, capacity)
+    ragged = options.get("lengths") is not None
+    shape = Shape(b, hq, h, n_queries, d, capacity, ragged)
     # One with little shared memory gets kernels of few warps, which is less to emulate.
     device = options.get("device", Device(86, 1))
     plan = options.get("plan", plan_decode)(shape, widths, "float32", device)
     chunk = options.get("chunk", plan.chunk)
     n_splits = -(-capacity // chunk)
+    grid = n_splits, *plan.grid[1:]
+    if ragged and isinstance(plan.kernel, DecodeKernel):
+        plan = in_shares(shape, plan.kernel, options.get("shares", 5), chunk)
+        n_splits, grid = plan.n_splits, plan.grid
     n_rows = b * hq * n_queries
     output = np.full(queries.shape, np.nan, np.float32)
     sums = np.full((n_rows, n_splits, d), np.nan, np.float32)
@@ -115,10 +120,10 @@ def attend(queries, planes, widths, folder, **options):
     arrays = [*planes, queries, CENTROIDS[widths[1]], SIGNS[d].astype(np.int8)]
     arrays += [options.get(name) for name in ("sinks", "starts", "lengths")]
     arrays += [output, sums, weights, arrivals]
-    sizes = h, plan.group, n_queries, capacity, capacity, plan.row_blocks
+    sizes = b, h, plan.group, n_queries, capacity, capacity, plan.row_blocks
     counts = *sizes, n_splits, chunk, options.get("window", 0)
     args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))
-    assert compile_kernel(plan.kernel, folder)(ctypes.byref(args), n_splits, *plan.grid[1:])
+    assert compile_kernel(plan.kernel, folder)(ctypes.byref(args), *grid)
     assert not arrivals.any()
     return output
 

@@ -60,6 +60,11 @@ T __shfl_xor_sync(unsigned mask, T x, int by) {
   return emulator::exchange(mask, x, emulator::lane() ^ by);
 }
 template <class T>
+T __shfl_up_sync(unsigned mask, T x, int by) {
+  const int lane = emulator::lane();
+  return emulator::exchange(mask, x, lane < by ? lane : lane - by);
+}
+template <class T>
 T __shfl_sync(unsigned mask, T x, int from) {
   return emulator::exchange(mask, x, from);
 }
@@ -155,6 +160,8 @@ enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int most(int a, int b) { return a > b ? a : b; }
+inline u32 hidden(u32 x) { return x; }
+inline u32 thread_index() { return threadIdx.x; }
 inline float minus_infinity() { return -INFINITY; }
 
 inline u16 to_float16(float x) {

@@ -61,7 +61,7 @@ def check(rng, folder, widths, shape, **options):
     queries = (2 * queries).astype(np.float32)
     rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
     got = emulated.attend(queries, planes, widths, folder, **rows, **options)
-    for of_launch in ("chunk", "plan", "device"):
+    for of_launch in ("chunk", "shares", "plan", "device"):
         options.pop(of_launch, None)
     want = attention(queries, *decoded, **options)
     # Queries are integers of 14 bits, weights and centroids float16.
@@ -89,6 +89,34 @@ def test_attention_equals_the_definition_for_every_width(rng, tmp_path, key_bits
 @pytest.mark.parametrize("widths", [(8, 3), (2, 8)])
 def test_splits_are_merged_for_every_head_dim(rng, tmp_path, head_dim, widths):
     check(rng, tmp_path, widths, (head_dim, 1, 1), chunk=64)
+
+
+@pytest.mark.parametrize("shares", [1, 3, 40])
+def test_blocks_take_shares_of_rows_that_differ_in_length(rng, tmp_path, shares):
+    check(rng, tmp_path, (8, 3), (64, 33, 1), chunk=32, shares=shares, window=100)
+
+
+@pytest.mark.parametrize(("n_queries", "window"), [(1, 0), (3, 40)])
+def test_rows_of_one_length_are_cut_into_splits_by_the_grid(rng, tmp_path, n_queries, window):
+    planes, decoded = make_planes(rng, 64, (8, 3))
+    queries = rng.standard_normal((len(LENGTHS), 6, n_queries, 64)).astype(np.float32)
+    want = attention(queries, *decoded, window)[3:]  # the row that fills its planes
+    whole = [np.ascontiguousarray(plane[3:]) for plane in planes]
+    got = emulated.attend(queries[3:], whole, (8, 3), tmp_path, chunk=32, window=window)
+    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+
+
+def test_more_rows_than_a_warp_has_lanes_are_found(rng, tmp_path):
+    planes, decoded = make_planes(rng, 64, (4, 2))
+    queries = rng.standard_normal((len(LENGTHS), 2, 1, 64)).astype(np.float32)
+    want = np.tile(attention(queries, *decoded), (9, 1, 1, 1))
+    many = [np.tile(plane, (9, 1, 1, 1)) for plane in planes]
+    rows = {"starts": np.tile(np.array(STARTS, np.int32), 9)}
+    rows["lengths"] = np.tile(np.array(LENGTHS, np.int32), 9)
+    queries = np.tile(queries, (9, 1, 1, 1))
+    got = emulated.attend(queries, many, (4, 2), tmp_path, chunk=32, shares=7, **rows)
+    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+    assert not got[:: len(LENGTHS)].any()  # the empty rows
 
 
 @pytest.mark.parametrize("step", [(1, 5), (7, 3), (33, 1), (5, 13)])

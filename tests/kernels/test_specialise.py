@@ -7,7 +7,7 @@ import pytest
 from kvstow.errors import SchemeError, UnsupportedModel
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
 from kvstow.kernels.metal_plan import MetalDevice
-from kvstow.kernels.plan import Device, Shape, plan_attention, plan_decode
+from kvstow.kernels.plan import LEAST_CHUNK, Device, Shape, plan_attention, plan_decode
 from kvstow.kernels.prefill import all_prefill_kernels
 from kvstow.kernels.source import cuda_header, cuda_program
 from kvstow.kernels.specialise import (
@@ -49,14 +49,21 @@ def test_blocks_cover_every_query_row(head_dim, n_rows):
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 255, 256, 257, 4096, 65_535, 1_000_000])
 @pytest.mark.parametrize("batch", [1, 3, 64])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_splits_cover_every_token_in_whole_tiles(n_tokens, batch, ragged):
-    shape = Shape(batch, 32, 8, 1, 128, n_tokens, ragged)
-    plan = plan_decode(shape, (8, 3), "bfloat16", H200)
+def test_splits_cover_every_token_in_whole_tiles(n_tokens, batch):
+    plan = plan_decode(Shape(batch, 32, 8, 1, 128, n_tokens), (8, 3), "bfloat16", H200)
     assert plan.chunk % plan.kernel.tile == 0
     assert plan.n_splits * plan.chunk >= n_tokens
     assert plan.n_splits == 1 or (plan.n_splits - 1) * plan.chunk < n_tokens
     assert plan.grid == (plan.n_splits, 8, batch)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_splits"), [(0, 1), (256, 1), (1000, 4), (1_000_000, 18)])
+def test_rows_that_differ_in_length_take_one_share_for_each_processor(n_tokens, n_splits):
+    shape = Shape(3, 32, 8, 1, 128, n_tokens, ragged=True)
+    plan = plan_decode(shape, (8, 3), "bfloat16", H200)
+    assert (plan.grid, plan.n_splits, plan.chunk) == ((132, 1, 1), n_splits, LEAST_CHUNK)
+    assert plan.chunk % plan.kernel.tile == 0
+    assert plan_decode(shape, (8, 3), "bfloat16", Device(90, 0)).grid == (1, 1, 1)
 
 
 def test_a_short_batch_of_one_is_split_over_the_processors():

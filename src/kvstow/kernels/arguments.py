@@ -24,6 +24,7 @@ _POINTERS = (
     "arrivals",
 )
 DECODE_COUNTS = (
+    "batch",
     "n_kv_heads",
     "group",
     "n_queries",

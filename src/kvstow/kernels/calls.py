@@ -87,7 +87,7 @@ def decode_counts(
     shape: Shape, plan: Plan[object], *, capacity: int, window: int, scale: float
 ) -> mx.array:
     """One small array of `arguments.DECODE_COUNTS` and the bits of the scores' factor."""
-    sizes = shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
+    sizes = shape.batch, shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
     counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
     factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
     return mx.array(np.array([*counts, factor], np.int32))

@@ -2,7 +2,9 @@
 
 A block takes the query rows of one KV head (at most as many as its kernel holds) and one
 split of the tokens. Splits keep all processors of the device busy when batch and heads alone
-do not; the last one to arrive merges them.
+do not; the last one to arrive merges them. In a step of rows that differ in length a block takes
+an equal share of all their tokens instead, and cuts it into splits itself: the host knows only
+the longest row.
 """
 
 from dataclasses import dataclass
@@ -20,9 +22,6 @@ from kvstow.kernels.specialise import (
 # Multiprocessors by compute capability, where a framework does not say: A100, A10, L40, H100
 # and H200, B200, RTX 5090. Another number only means less even splits.
 N_PROCESSORS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
-# Tokens of a split where rows differ in length: the longest row must not keep one block
-# busy long after the others are done.
-RAGGED_CHUNK = 8192
 LEAST_CHUNK = 256  # splits of less take longer to merge than to read
 # Query tokens of a step. More are a prompt, which other kernels are for.
 MOST_STEP_TOKENS = 8
@@ -116,8 +115,8 @@ class Plan(Generic[_Kernel]):
         kernel: What is launched.
         group: Query heads of a KV head.
         row_blocks: Blocks that the query rows of a KV head take.
-        n_splits: Splits of the tokens.
-        chunk: Tokens of a split.
+        n_splits: Splits of the tokens; of a share's rows the most there can be.
+        chunk: Tokens of a split; in shares the least.
         grid: Blocks along x, y and z.
     """
 
@@ -168,11 +167,30 @@ def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Dev
     """
     rows = shape.group * shape.n_queries
     kernel = device.decode_kernel(widths, shape.head_dim, dtype, rows)
-    splits = max(1, round(device.n_processors / _n_blocks(shape, kernel.rows)))
-    tokens = -(-shape.n_tokens // splits)
     if shape.ragged:
-        tokens = min(tokens, RAGGED_CHUNK)
-    return _in_splits(shape, kernel, kernel.rows, _chunk(tokens, kernel.tile))
+        return in_shares(shape, kernel, max(1, device.n_processors))
+    splits = max(1, round(device.n_processors / _n_blocks(shape, kernel.rows)))
+    chunk = _chunk(-(-shape.n_tokens // splits), kernel.tile)
+    return _in_splits(shape, kernel, kernel.rows, chunk)
+
+
+def in_shares(
+    shape: Shape, kernel: DecodeKernel, n_shares: int, chunk: int = LEAST_CHUNK
+) -> DecodePlan:
+    """The launch of a step in which each block takes an equal share (``cuda/shares.cuh``).
+
+    Args:
+        shape: Of the call.
+        kernel: What is launched.
+        n_shares: Blocks.
+        chunk: Tokens of the shortest split, a multiple of the kernel's tile.
+    """
+    columns = _n_blocks(shape, kernel.rows) // shape.batch
+    # A share holds at least a part `columns / n_shares` of any row of one column, which may
+    # begin and end within shares; and no split of several is shorter than a chunk.
+    n_splits = max(1, min(n_shares // columns + 2, -(-shape.n_tokens // chunk)))
+    row_blocks = columns // shape.n_kv_heads
+    return Plan(kernel, shape.group, row_blocks, n_splits, chunk, (n_shares, 1, 1))
 
 
 def plan_prefill(

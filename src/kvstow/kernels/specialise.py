@@ -104,7 +104,8 @@ class DecodeKernel:
         groups = self.head_dim // GROUP_SIZE
         token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
         stage = _round_up(self.tile * token, 128)
-        queries = _round_up(self.rows * (2 * self.head_dim + 4 * groups + 4), 128)
+        rows = self.rows * (2 * self.head_dim + 4 * groups + 4)
+        queries = _round_up(rows + 32 * self.warps + 4, 128)
         table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
         return queries + table + self.warps * max(self.stages * stage, merge)

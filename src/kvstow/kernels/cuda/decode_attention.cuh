@@ -1,9 +1,10 @@
 // Attention of a few queries over a packed cache, without decoding it to memory.
 //
 // A block takes one KV head of one row of the batch, up to ROWS query rows, and one split of the
-// tokens. Its warps stream tiles of tokens, each through its own ring in shared memory, with its own
-// softmax; they meet only at the end. Tokens are the rows of the matrix products and queries the
-// columns, so that eight query rows cost what one does.
+// tokens; or several such splits one after the other (shares.cuh). Its warps stream tiles of tokens,
+// each through its own ring in shared memory, with its own softmax; they meet only at the end of a split.
+// Tokens are the rows of the matrix products and queries the columns, so that eight query rows cost what
+// one does.
 //
 //   scores[token, row] = keys . queries     int8 products of the stored codes      key_scores.cuh
 //   weights = 2^(scores - reference)        float32                                here
@@ -70,16 +71,17 @@ struct OnlineSoftmax {
 
 // The tokens of one split, for the rows of one block.
 template <class S, Dtype T>
-KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows, char* shared_bytes,
-                                int b, int head, int split) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int begin = rows.first_tile() + split * args.chunk, end = least(rows.any_high, begin + args.chunk);
-  if (begin >= end) return write_empty_split(args, rows, b, head, split);
+KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Share<S>& share, Split& split) {
+  const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
+  const BlockRows<S> rows(args, split.b, split.row_block);
+  const int begin = most(split.begin, rows.first_tile()), end = least(split.end, rows.any_high);
+  if (begin >= end) return write_empty_split(args, rows, split);
 
   const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
-  const u64 plane_row = (u64)b * args.n_kv_heads + head;
+  if (args.lengths) share.keep(shared, split);
+  const u64 plane_row = (u64)split.b * args.n_kv_heads + split.head;
   const int tile0 = begin + warp * S::TILE;
-  const LoadedRows<S, T> loaded(args, rows, b, head);
+  const LoadedRows<S, T> loaded(args, rows, split.b, split.head);
   const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
   TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
 
@@ -123,18 +125,22 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, const BlockRows<S>& rows
   float reference[S::ROW_QUADS];
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) reference[i] = softmax.reference(i);
-  merge_warps(args, rows, rings, values, reference, softmax.total, b, head, split);
+  if (args.lengths) share.recall(shared_address(shared_bytes), split);
+  merge_warps(args, BlockRows<S>(args, split.b, split.row_block), rings, values, reference, softmax.total, split);
 }
 
-// Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
+// Grid of shares where rows have lengths, else of splits; blocks of WARPS * 32 threads with SHARED_BYTES.
 template <class S, Dtype T>
 KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
-  const int split = blockIdx.x, b = blockIdx.z;
-  const int head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks;
-  const BlockRows<S> rows(args, b, row_block);
-  if (split >= rows.splits(args)) return;
-  decode_split<S, T>(args, rows, shared, b, head, split);
-  finish<S, T>(args, rows, shared, b, head, row_block);
+  Split split;
+  Share<S> share;
+  if (args.lengths) share.find(args);
+  do {
+    if (!(args.lengths ? share.next(args, split) : find_split<S>(args, split))) return;
+    decode_split<S, T>(args, shared, share, split);
+    // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
+    finish<S, T>(args, split, (volatile int*)(shared + S::AT_LAST));
+  } while (args.lengths);
 }
 
 }  // namespace kvstow

@@ -16,6 +16,8 @@ namespace kvstow {
 //   AT_QUERIES   ROW_QUADS x GROUPS x 8 columns x 32 bytes
 //   AT_SUMS      ROWS x GROUPS float32: what a query's integers add up to in each group
 //   AT_STEPS     ROWS float32: what an integer is worth
+//   AT_KEPT      WARPS x 32 bytes: what each warp must know again after its tiles; see shares.cuh
+//   AT_LAST      whether the block is the last of its row to arrive; nothing else may lie there
 //   AT_TABLE     centroids, so many copies that each lane has banks to itself; none for 3 bits
 //   AT_RING      WARPS x STAGES stages; at the end, what the warps have to merge
 template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int STAGES_, int TILE_>
@@ -44,7 +46,8 @@ struct DecodeShape {
   static constexpr int STAGE_BYTES = (AT_VALUE_SCALES + TILE * SCALE_ROW + 127) / 128 * 128;
 
   static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
-  static constexpr int AT_TABLE = (AT_STEPS + ROWS * 4 + 127) / 128 * 128;
+  static constexpr int AT_KEPT = AT_STEPS + ROWS * 4, AT_LAST = AT_KEPT + WARPS * 32;
+  static constexpr int AT_TABLE = (AT_LAST + 4 + 127) / 128 * 128;
   static constexpr bool PAIRED = VALUE_BITS == 2 || VALUE_BITS == 4;  // see pair_table.cuh
   static constexpr int TABLE_BYTES = VALUE_BITS == 3 ? 0 : VALUE_BITS == 5 ? 65536 : 32768;
   static constexpr int AT_RING = AT_TABLE + TABLE_BYTES;
@@ -90,10 +93,10 @@ struct DecodeArgs {
   float* sums;               // [b * hq * l, n_splits, d] not normalised, in the rotated domain
   float* weights;            // [b * hq * l, n_splits, 2] greatest score in powers of 2, sum of weights
   int* arrivals;             // [b * h * row_blocks] zeros, left at zero; unused with one split
-  int n_kv_heads, group, n_queries, capacity;
+  int batch, n_kv_heads, group, n_queries, capacity;
   int length;                // of every row, or of the longest
   int row_blocks;            // blocks of ROWS that the group * l rows of a KV head take
-  int n_splits, chunk;       // a split takes chunk tokens, a multiple of TILE
+  int n_splits, chunk;       // most splits of a row; tokens of one, a multiple of TILE (in shares: the least)
   int window;                // a query token sees so many tokens, itself included; 0: all
   float scale_log2;          // factor of the scores, times log2(e)
 };
@@ -111,7 +114,7 @@ struct BlockRows {
     start = args.starts ? most(0, args.starts[b]) : 0;
     const int length = args.lengths ? least(args.lengths[b], args.length) : args.length;
     row = row_block * S::ROWS;
-    rows = least(S::ROWS, args.group * args.n_queries - row);
+    rows = least(S::ROWS, args.group * (int)hidden(args.n_queries) - row);
     row_high = length - args.n_queries + 1;
     all_high = row_high + row / args.group;
     any_high = row_high + (row + rows - 1) / args.group;
@@ -121,8 +124,8 @@ struct BlockRows {
     return args.window ? most(start, high - args.window) : start;
   }
   KVSTOW_INLINE int high_of(const DecodeArgs& args, int r) const { return row_high + (row + r) / args.group; }
-  // Splits that hold a token, at least one; the rest do nothing.
   KVSTOW_INLINE int first_tile() const { return any_low / S::TILE * S::TILE; }
+  // Splits of `chunk` tokens that hold one, at least one; the rest do nothing.
   KVSTOW_INLINE int splits(const DecodeArgs& args) const {
     return most(1, (any_high - first_tile() + args.chunk - 1) / args.chunk);
   }

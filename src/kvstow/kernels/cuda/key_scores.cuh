@@ -13,7 +13,7 @@ struct KeyReader {
   u32 at, scales_at;  // in a stage
 
   KVSTOW_INLINE KeyReader() {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
     if (S::KEY_BITS >= 8 || S::KEY_BITS == 4)
       at = (lane & 15) * S::KEY_ROW + ((lane >> 4) ^ S::swizzle(lane & 15)) * 16;
     else if (S::KEY_BITS == 5)

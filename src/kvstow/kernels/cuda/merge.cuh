@@ -4,15 +4,15 @@
 // weighted values relative to it: its own weight would be 2^WEIGHT_LOG2. Parts with different ones are
 // brought to the greatest one.
 #pragma once
+#include "shares.cuh"
 #include "value_sums.cuh"
 namespace kvstow {
 
 // The split of a block that saw no token: its weights say that there are no sums.
 template <class S>
-KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head,
-                                     int split) {
-  for (int r = threadIdx.x; r < rows.rows; r += S::WARPS * 32) {
-    float* weight = args.weights + (rows.index(args, b, head, r) * args.n_splits + split) * 2;
+KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>& rows, const Split& split) {
+  for (int r = thread_index(); r < rows.rows; r += S::WARPS * 32) {
+    float* weight = args.weights + (rows.index(args, split.b, split.head, r) * args.n_splits + split.index) * 2;
     weight[0] = minus_infinity();
     weight[1] = 0.f;
   }
@@ -23,9 +23,9 @@ KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>&
 template <class S>
 KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 ring,
                                const ValueSums<S>& values, const float (&reference)[S::ROW_QUADS],
-                               float (&weight)[S::ROW_QUADS], int b, int head, int split) {
+                               float (&weight)[S::ROW_QUADS], const Split& split) {
   constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) KVSTOW_UNROLL
     for (int o = 4; o < 32; o <<= 1) weight[i] += __shfl_xor_sync(WHOLE_WARP, weight[i], o);
@@ -62,7 +62,7 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
       total = fmaf(factor[w], load_float(weights + w * S::MERGE_BYTES + 4), total);
     }
     if (r >= rows.rows) continue;
-    const u64 at = rows.index(args, b, head, r) * args.n_splits + split;
+    const u64 at = rows.index(args, split.b, split.head, r) * args.n_splits + split.index;
     if (warp == 0 && g == 0) {
       args.weights[at * 2] = top;
       args.weights[at * 2 + 1] = total;
@@ -87,7 +87,7 @@ template <class S, Dtype T>
 KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   constexpr int E = S::D / 32;  // dims of a lane, from E * lane on
   constexpr int BATCH = E <= 4 ? 16 : E <= 8 ? 8 : 4;  // splits whose loads are in flight together
-  const int lane = threadIdx.x & 31;
+  const int lane = thread_index() & 31;
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
   const float2 none = make_float2(minus_infinity(), 0.f);
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
@@ -151,27 +151,27 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
 }
 
 // The last split of a block's rows to arrive finishes them, so that one launch does it all.
+//   last: in shared memory, says so to all threads
 template <class S, Dtype T>
-KVSTOW_INLINE void finish(const DecodeArgs& args, const BlockRows<S>& rows, char* shared, int b, int head,
-                          int row_block) {
-  const int n_splits = rows.splits(args);
-  if (args.n_splits > 1) {
+KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, volatile int* last) {
+  if (split.n_splits > 1) {
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();  // for all threads of the block, whose barrier was before
-      int* arrived = args.arrivals + (b * args.n_kv_heads + head) * args.row_blocks + row_block;
-      const bool is_last = atomicAdd(arrived, 1) == n_splits - 1;
+      int* arrived = args.arrivals + (split.b * args.n_kv_heads + split.head) * args.row_blocks + split.row_block;
+      const bool is_last = atomicAdd(arrived, 1) == split.n_splits - 1;
       if (is_last) *arrived = 0;
-      *(volatile int*)shared = is_last;
+      *last = is_last;
     }
     __syncthreads();
-    if (!*(volatile int*)shared) return;
+    if (!*last) return;
     __threadfence();
   } else {
     __syncthreads();
   }
-  for (int r = threadIdx.x / 32; r < rows.rows; r += S::WARPS)
-    finish_row<S, T>(args, rows.index(args, b, head, r), n_splits);
+  const BlockRows<S> rows(args, split.b, split.row_block);
+  for (int r = thread_index() / 32; r < rows.rows; r += S::WARPS)
+    finish_row<S, T>(args, rows.index(args, split.b, split.head, r), split.n_splits);
 }
 
 }  // namespace kvstow

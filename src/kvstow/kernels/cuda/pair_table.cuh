@@ -19,14 +19,14 @@ struct PairTable {
   u32 table, copy;  // in shared memory, and this lane's copy in an entry
 
   KVSTOW_INLINE PairTable(const DecodeArgs&, u32 table_)
-      : table(table_), copy(((threadIdx.x & 31) * (BITS == 2 ? 8 : 4)) & ((1 << ENTRY_LOG2) - 1)) {}
+      : table(table_), copy(((thread_index() & 31) * (BITS == 2 ? 8 : 4)) & ((1 << ENTRY_LOG2) - 1)) {}
 
   KVSTOW_INLINE static void write_table(const DecodeArgs& args, u32 table, int n_threads) {
     constexpr int PER_STORE = 128 >> ENTRY_LOG2;  // entries that a warp writes at once
-    const int lane = threadIdx.x & 31;
+    const int lane = thread_index() & 31;
     const float own = args.centroids[lane & MASK] * Codebook<BITS>::FACTOR;
     KVSTOW_ROLLED
-    for (int at = threadIdx.x / 32; at < BYTES / 128; at += n_threads / 32) {
+    for (int at = thread_index() / 32; at < BYTES / 128; at += n_threads / 32) {
       const u32 entry = at * PER_STORE + lane / (32 / PER_STORE);
       const u32 codes = BITS == 2 && (lane & 1) ? entry >> 4 : entry;
       const float a = __shfl_sync(WHOLE_WARP, own, codes & MASK);

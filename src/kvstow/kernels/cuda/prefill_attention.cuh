@@ -56,19 +56,19 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
 // Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
 template <class S, Dtype T>
 KVSTOW_INLINE void prefill_attention(const DecodeArgs& args, char* shared_bytes) {
-  const int split = blockIdx.x, b = blockIdx.z;
-  const int head = blockIdx.y / args.row_blocks, row_block = blockIdx.y % args.row_blocks;
-  const BlockRows<S> rows(args, b, row_block);
-  if (split >= rows.splits(args)) return;
+  Split split;
+  if (!find_split<S>(args, split)) return;
+  const int b = split.b, head = split.head;
+  const BlockRows<S> rows(args, b, split.row_block);
   const u32 shared = shared_address(shared_bytes);
-  const int begin = rows.first_tile() + split * args.chunk, end = least(rows.any_high, begin + args.chunk);
+  const int begin = split.begin, end = least(rows.any_high, split.end);
   WarpRows<S> own;
   own.template read<T>(args, rows, shared, b, head);
   if (begin < end) take_tiles(args, rows, own, shared, (u64)b * args.n_kv_heads + head, begin, end);
   own.conclude();
   if (args.n_splits == 1) return own.template write<T>(args, rows, b, head);
-  own.write_part(args, rows, b, head, split);
-  finish<S, T>(args, rows, shared_bytes, b, head, row_block);
+  own.write_part(args, rows, b, head, split.index);
+  finish<S, T>(args, split, (volatile int*)shared_bytes);
 }
 
 }  // namespace kvstow

@@ -21,6 +21,14 @@ typedef unsigned long long u64;
 // The element type of arrays that come from the model.
 enum Dtype { FLOAT16, BFLOAT16, FLOAT32 };
 
+// The same number, of which the compiler does not know that: what follows from it is computed where it is used, rather
+// than kept in registers while a block takes one split after the other.
+KVSTOW_INLINE u32 hidden(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+KVSTOW_INLINE u32 thread_index() { return hidden(threadIdx.x); }
+
 // ---- numbers -------------------------------------------------------------------------------------
 
 KVSTOW_INLINE constexpr int least(int a, int b) { return a < b ? a : b; }

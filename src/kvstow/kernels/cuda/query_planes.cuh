@@ -23,7 +23,7 @@ struct LoadedRows {
   float x[PER_WARP][S::GROUPS];  // element `lane` of each group
 
   KVSTOW_INLINE LoadedRows(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = thread_index() & 31, warp = thread_index() >> 5;
     KVSTOW_UNROLL
     for (int k = 0; k < PER_WARP; ++k) {
       const int r = warp + k * S::WARPS;
@@ -36,7 +36,7 @@ struct LoadedRows {
 
   // All warps of a block write; the caller waits for all.
   KVSTOW_INLINE void write(const DecodeArgs& args, u32 shared) const {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, byte = operand_byte<S::KEY_BITS>(lane);
+    const int lane = thread_index() & 31, warp = thread_index() >> 5, byte = operand_byte<S::KEY_BITS>(lane);
     KVSTOW_UNROLL
     for (int k = 0; k < PER_WARP; ++k) {
       const int r = warp + k * S::WARPS;
@@ -75,12 +75,12 @@ struct Queries {
   float steps[S::ROW_QUADS];  // what an integer of the lane's own row is worth, in powers of two
 
   KVSTOW_INLINE Queries(u32 shared_) : shared(shared_) {
-    const int t = threadIdx.x & 3;
+    const int lane = thread_index() & 31, t = lane & 3;
     KVSTOW_UNROLL
     for (int i = 0; i < S::ROW_QUADS; ++i) {
       steps[i] = load_float(shared + S::AT_STEPS + (i * 4 + t) * 4);
       if (S::QUERIES_IN_REGISTERS) KVSTOW_UNROLL
-        for (int j = 0; j < S::GROUPS; ++j) read(i, j, planes_[i][j], sums_[i][j]);
+        for (int j = 0; j < S::GROUPS; ++j) read(lane, i, j, planes_[i][j], sums_[i][j]);
     }
   }
   // Operand B of quad i and group j, and the sum of the lane's own row.
@@ -88,11 +88,11 @@ struct Queries {
     if (S::QUERIES_IN_REGISTERS) {
       planes[0] = planes_[i][j][0], planes[1] = planes_[i][j][1], sum = sums_[i][j];
     } else {
-      read(i, j, planes, sum);
+      read(threadIdx.x & 31, i, j, planes, sum);
     }
   }
-  KVSTOW_INLINE void read(int i, int j, u32 (&planes)[2], float& sum) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  KVSTOW_INLINE void read(int lane, int i, int j, u32 (&planes)[2], float& sum) const {
+    const int g = lane >> 2, t = lane & 3;
     const u32 at = shared + S::AT_QUERIES + ((i * S::GROUPS + j) * 8 + g) * 32 + t * 8;
     planes[0] = load32(at), planes[1] = load32(at + 4);
     sum = load_float(shared + S::AT_SUMS + ((i * 4 + t) * S::GROUPS + j) * 4);

@@ -23,7 +23,7 @@ struct TileRing {
   // Tiles at, at + STEP, ... below end.
   KVSTOW_INLINE TileRing(const DecodeArgs& args, u64 plane_row, u32 ring, int at, int low_, int high_,
                          int end_) {
-    const int lane = threadIdx.x & 31;
+    const int lane = thread_index() & 31;
     const u64 token = plane_row * args.capacity + at;
     first = filling = ring, last = ring + (S::STAGES - 1) * S::STAGE_BYTES;
     tile = at, low = low_, high = high_, end = end_;

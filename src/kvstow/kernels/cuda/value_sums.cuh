@@ -18,7 +18,7 @@ struct ValueReader {
   u32 outer, middle;  // for values of 6 bytes, see `six_bytes`
 
   KVSTOW_INLINE ValueReader() {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
     const int byte = g * S::LANE_BITS / 8;
     at = S::AT_VALUES + 2 * t * S::VALUE_ROW + (byte & ~3);
     if (S::SWIZZLED_VALUES) at ^= S::value_swizzle(2 * t) * 16;

@@ -33,7 +33,7 @@ struct DecodeArgs {
   const device half* key_zeros;     // [b, h, capacity, g]
   const device uchar* value_codes;  // [b, h, capacity, d * value_bits / 8]
   const device half* value_scales;  // [b, h, capacity, g]
-  int n_kv_heads, group, n_queries, capacity;
+  int batch, n_kv_heads, group, n_queries, capacity;
   int length;        // of this row of the batch: tokens from 0 on, those of this step included
   int row_blocks;    // blocks of ROWS that the group * l rows of a KV head take
   int n_splits, chunk;  // a split takes chunk tokens
