@@ -9,17 +9,64 @@ It works on numpy and MLX arrays alike: the caller hands in the array namespace,
 and nothing here imports one.
 
 Whoever can write to the memory of an array may append without making new ones, see
-`writable`. That is for planes nobody else has a handle of: MLX keeps handles apart by
+`OwnPlanes`. That is for planes nobody else has a handle of: MLX keeps handles apart by
 copying what is written to, and does not see such a write.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 
 STEP_TOKENS = 256  # capacity is a multiple of this, as in mlx-lm's own cache
+
+
+class OwnPlanes:
+    """Handles of five planes, and whether their memory may be written to.
+
+    Args:
+        xp: The array namespace of the planes.
+
+    Attributes:
+        arrays: The planes, or ``()``. They are replaced and never changed: MLX updates an array
+            object in place, and others have these.
+        is_shared: Whether others may have handles of the memory, or are still to read from it
+            what is to be overwritten.
+        written: Is there once all that was written to the memory is; None: it is.
+    """
+
+    __slots__ = ("_pairs", "_xp", "arrays", "is_contiguous", "is_shared", "written")
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self.arrays: tuple[Any, ...] = ()
+        self.is_shared = True
+        self.is_contiguous = False  # as far as known
+        self.written: Any = None
+        self._pairs: tuple[PackedKeys, PackedValues] | None = None
+
+    def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
+        """Take other planes; what was written to the memory of these must be there."""
+        self.arrays, self._pairs = tuple(arrays), None
+        self.is_shared, self.is_contiguous = shared, False
+
+    def settle(self) -> None:
+        """Wait for what was written to memory, of which an array library knows nothing."""
+        if self.written is not None:
+            self._xp.eval(self.written)
+            self.written = None
+
+    def make_contiguous(self) -> None:
+        """Have the planes as kernels write to them, in the same memory if it is so already."""
+        self.put(map(self._xp.contiguous, self.arrays), shared=self.is_shared)
+        self.is_contiguous = True
+
+    def pairs(self) -> tuple[PackedKeys, PackedValues]:
+        """The planes, to read from once `written` is there."""
+        if self._pairs is None:
+            self._pairs = _pairs(self.arrays)
+        return self._pairs
 
 
 class PackedStore:
@@ -32,30 +79,26 @@ class PackedStore:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        # Replaced, never changed: MLX updates an array object in place, and others have these.
-        self._planes: tuple[Any, ...] = ()
-        self._pairs: tuple[PackedKeys, PackedValues] | None = None  # of the planes
-        self._is_shared = False  # whether others may have handles of the planes
-        self._is_contiguous = False  # as far as known
-        self._written: Any = None  # is there once tokens written to the planes are
+        self._own = OwnPlanes(xp)
         self.offset = 0
 
     @property
     def capacity(self) -> int:
         """Tokens that fit before the planes grow."""
-        return int(self._planes[0].shape[2]) if self._planes else 0
+        arrays = self._own.arrays
+        return int(arrays[0].shape[2]) if arrays else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, the unused capacity included."""
-        return sum(int(plane.nbytes) for plane in self._planes)
+        return sum(int(plane.nbytes) for plane in self._own.arrays)
 
     @property
     def planes(self) -> tuple[Any, ...]:
         """Fresh handles of the five whole planes, or ``()`` before the first append."""
-        self._settle()
-        self._is_shared = True
-        return tuple(map(copy.copy, self._planes))
+        self._own.settle()
+        self._own.is_shared = True
+        return tuple(map(copy.copy, self._own.arrays))
 
     def restore(self, planes: tuple[Any, ...], offset: int) -> None:
         """Take the planes and offset of another store.
@@ -69,8 +112,8 @@ class PackedStore:
         capacity = int(planes[0].shape[2]) if planes else 0
         if not 0 <= offset <= capacity:
             raise ValueError(f"offset must be in 0..{capacity} (the capacity), got {offset}")
-        self._take(map(copy.copy, planes))
-        self._is_shared, self._written = True, None
+        self._own.written = None
+        self._own.put(map(copy.copy, planes), shared=True)
         self.offset = offset
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedStore":
@@ -81,17 +124,16 @@ class PackedStore:
 
     def append(self, keys: PackedKeys, values: PackedValues) -> None:
         """Write tokens after the last one, growing the planes when they are full."""
-        self._settle()
+        self._own.settle()
         new = (*keys, *values)
         start, end = self.offset, self.offset + int(new[0].shape[2])
+        # Not shared: the array library writes to memory that nobody else has, or to a copy.
         if end > self.capacity:
-            self._grow(new, end)
+            self._own.put(self._grown(new, end), shared=False)
         else:
-            self._take(map(copy.copy, self._planes))
-            for plane, rows in zip(self._planes, new, strict=True):
+            self._own.put(map(copy.copy, self._own.arrays), shared=False)
+            for plane, rows in zip(self._own.arrays, new, strict=True):
                 plane[:, :, start:end] = rows
-        # MLX has written to memory of which there was no other handle, or to a copy.
-        self._is_shared = self._is_contiguous = False
         self.offset = end
 
     def writable(self, n_tokens: int) -> tuple[Any, ...]:
@@ -100,21 +142,26 @@ class PackedStore:
         They have room, are contiguous, and no one else has them. What is read from them
         meanwhile is what was stored before, which stays as it is.
         """
-        if self._is_shared or not self.offset or self.offset + n_tokens > self.capacity:
+        own = self._own
+        if own.is_shared or not self.offset or self.offset + n_tokens > self.capacity:
             return ()
-        if not self._is_contiguous:
-            self._take(map(self._xp.contiguous, self._planes))
-            self._is_contiguous = True
-        return self._planes
+        if not own.is_contiguous:
+            own.make_contiguous()
+        return own.arrays
+
+    @property
+    def end(self) -> int:
+        """Where in the capacity the next token comes to be."""
+        return self.offset
 
     @property
     def written(self) -> Any:
-        """An array that is there once all that was written to memory is; None: it is."""
-        return self._written
+        """See `OwnPlanes.written`."""
+        return self._own.written
 
     def wrote(self, n_tokens: int, written: Any) -> None:
         """So many tokens come to be in the memory of `writable`, as soon as `written` is there."""
-        self._written = written
+        self._own.written = written
         self.offset += n_tokens
 
     def trim(self, n_tokens: int) -> int:
@@ -123,36 +170,25 @@ class PackedStore:
         self.offset -= n_tokens
         # Who is still to read them must not find others in their place: the next append is by
         # the array library, which knows its readers.
-        self._is_shared |= n_tokens > 0
+        self._own.is_shared |= n_tokens > 0
         return n_tokens
 
     def window(self) -> tuple[PackedKeys, PackedValues]:
         """The stored tokens, ``(b, h, offset, *)``."""
-        self._settle()
-        return _pairs(plane[:, :, : self.offset] for plane in self._planes)
+        self._own.settle()
+        return _pairs(plane[:, :, : self.offset] for plane in self._own.arrays)
 
     def allocated(self) -> tuple[PackedKeys, PackedValues]:
         """The whole planes, ``(b, h, capacity, *)``, to read the tokens stored from.
 
         Not before `written` is there.
         """
-        if self._pairs is None:
-            self._pairs = _pairs(self._planes)
-        return self._pairs
+        return self._own.pairs()
 
-    def _take(self, planes: Iterable[Any]) -> None:
-        self._planes, self._pairs = tuple(planes), None
-
-    def _settle(self) -> None:
-        """Wait for what was written to memory, of which an array library knows nothing."""
-        if self._written is not None:
-            self._xp.eval(self._written)
-            self._written = None
-
-    def _grow(self, new: tuple[Any, ...], end: int) -> None:
+    def _grown(self, new: tuple[Any, ...], end: int) -> Iterator[Any]:
         pad = -end % STEP_TOKENS
-        old = self._planes or (None,) * len(new)
-        self._take(
+        old = self._own.arrays or (None,) * len(new)
+        return (
             self._xp.concatenate(
                 [
                     part

@@ -120,6 +120,30 @@ def test_a_batch_cache_moves_tokens_of_any_dtype_and_width():
     assert (merged.keys.dtype, merged.values.shape) == (mx.uint8, (2, 2, 200, 0))
 
 
+def test_offsets_of_a_batch_follow_from_where_it_ends_and_its_rows_begin():
+    """They are sums in mlx-lm, and computed from the two by us."""
+    batch, two = host.BatchKVCache([0, 0]), mx.concatenate([random(7), random(7)])
+    steps = {
+        "pads on the left": lambda: batch.prepare(left_padding=[2, 0]),
+        "append": lambda: batch.update_and_fetch(two, two),
+        "pads on the right": lambda: batch.prepare(lengths=[0, -3], right_padding=[0, 3]),
+        "roll": batch.finalize,
+        "trim": lambda: batch.trim(1),
+        "join": lambda: batch.extend(host.KVCache.merge([filled(9), filled(4)])),
+        "keep": lambda: batch.filter(mx.array([3, 1])),
+    }
+    for step in steps.values():
+        step()
+        assert batch.offset.tolist() == (batch._idx - batch.left_padding).tolist()
+    assert batch.offset.tolist() == [4, 3]
+
+
+def filled(n):
+    cache = host.KVCache()
+    cache.update_and_fetch(random(n), random(n))
+    return cache
+
+
 def test_a_plain_caches_state_is_keys_values_and_offset():
     cache = host.KVCache()
     assert cache.state == (None, None, 0)

@@ -15,7 +15,7 @@ nothing reports them but ``nbytes``, which is what is allocated.
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import mlx.core as mx
@@ -24,36 +24,11 @@ from mlx_lm.models.cache import create_attention_mask
 from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import masks
+from kvstow.integrations.mlx_lm.counts import Counts, Row
 from kvstow.integrations.mlx_lm.encode import check_widths
 from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched, Fused
 from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows
 from kvstow.integrations.mlx_lm.stages import Part, Stages, put_together
-
-
-@dataclass(slots=True)
-class Row:
-    """What is counted of a row.
-
-    Attributes:
-        n_tokens: Tokens held, without pads.
-        left: Pads to come before the row's first token.
-        due: Tokens to come before the row's pads on the right; None: no such pads.
-    """
-
-    n_tokens: int = 0
-    left: int = 0
-    due: int | None = None
-
-    def append(self, n: int) -> int:
-        """Count the row's tokens among `n`; returns how many of the last are pads."""
-        left = min(self.left, n)
-        tokens = n - left
-        if self.due is not None:
-            tokens = min(tokens, self.due)
-            self.due -= tokens
-        self.left -= left
-        self.n_tokens += tokens
-        return n - left - tokens
 
 
 class PackedBatchKVCache(Eager):
@@ -75,7 +50,7 @@ class PackedBatchKVCache(Eager):
         for cache in caches[1:]:
             self._blank.check_same(cache)
         self.scheme = self._blank.scheme
-        self._rows = [Row(cache.offset) for cache in caches]
+        self._counts = Counts([Row(cache.offset) for cache in caches])
         self._stages = Stages.merge(caches, fused=self.fused)
         self._dtype = next((c.dtype for c in caches if c.offset), mx.float32)
         self._right: list[int] = []  # pads behind each row's last token
@@ -84,7 +59,7 @@ class PackedBatchKVCache(Eager):
     @property
     def offset(self) -> mx.array:
         """The position of each row's next token, ``(b,)``."""
-        return self._stages.offset
+        return self._counts.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Fetched, Fetched]:
         """Append ``(b, h, s, d)`` keys and values; returns what this append attends to.
@@ -95,13 +70,15 @@ class PackedBatchKVCache(Eager):
         """
         check_widths(self.scheme, keys, values)
         self._settle()
-        if all(row.due == 0 for row in self._rows):
-            raise RuntimeError("a padded prompt was read to its end: finalize() comes next")
+        self._right = self._counts.append(keys.shape[2])
         self._dtype = keys.dtype
-        self._right = [row.append(keys.shape[2]) for row in self._rows]
+        stages = self._stages
+        if stages.packed is not None and stages.plain is None:
+            stages.append_packed(stages.packed, keys, values)
+            return self._hand_out()
         start = self.scheme.start_tokens or 1
-        packing = [i for i in self._stages.of(packed=False) if self._rows[i].n_tokens >= start]
-        attended, held = self._stages.append(keys, values, packing)
+        packing = [i for i in stages.of(packed=False) if self._rows[i].n_tokens >= start]
+        attended, held = stages.append(keys, values, packing)
         self._held = held if len(held) > 1 else []
         if len(attended) > 1:
             return put_together(attended, self._dtype)
@@ -117,7 +94,9 @@ class PackedBatchKVCache(Eager):
     def window(self) -> PackedWindow | None:
         """The stored planes, not decoded; None where a row is plain."""
         packed, plain = self._stages.packed, self._stages.plain
-        return None if packed is None or plain is not None else packed.window(self.scheme)
+        if packed is None or plain is not None:
+            return None
+        return packed.window(self.scheme, fused=self.fused)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of an append of `N` tokens, ``(b, 1, N, width)`` if rows are padded."""
@@ -171,7 +150,7 @@ class PackedBatchKVCache(Eager):
         """Keep these rows, in this order."""
         self._settle()
         self._stages.filter(batch_indices)
-        self._rows = [replace(self._rows[i]) for i in batch_indices]
+        self._counts = Counts([replace(self._rows[i]) for i in batch_indices])
 
     def extend(self, other: Self) -> None:
         """Add the rows of `other`, which must not be used any more, after these.
@@ -185,7 +164,7 @@ class PackedBatchKVCache(Eager):
         if self.empty():
             self._dtype = other._dtype
         self._stages.extend(other._stages)
-        self._rows = self._rows + other._rows
+        self._counts = Counts(self._rows + other._rows)
 
     def extract(self, idx: int) -> Any:
         """A row alone, in a cache of the class that it came in."""
@@ -198,7 +177,7 @@ class PackedBatchKVCache(Eager):
 
     def is_trimmable(self) -> bool:
         """Whether mlx-lm's caches can forget the last tokens."""
-        return all(c.is_trimmable() for _, group in self._stages.groups() for c in group.caches)
+        return all(group.is_trimmable for _, group in self._stages.groups())
 
     def trim(self, n: int) -> int:
         """Forget up to `n` tokens from the end of every row; returns how many of the longest.
@@ -221,7 +200,7 @@ class PackedBatchKVCache(Eager):
 
     def size(self) -> int:
         """Tokens and pads of a row that the next append can see."""
-        return max(self._stages.ask(lambda group: int(group.caches[0].size())), default=0)
+        return max(self._stages.ask(lambda group: group.size), default=0)
 
     def empty(self) -> bool:
         """Whether no row holds a token."""
@@ -264,7 +243,7 @@ class PackedBatchKVCache(Eager):
         """A batch of its own, without copying data until one of the two grows."""
         twin = copy.copy(self)
         twin._stages = self._stages.copy()
-        twin._rows = list(map(replace, self._rows))
+        twin._counts = self._counts.copy()
         return twin
 
     def _settle(self) -> None:
@@ -272,6 +251,10 @@ class PackedBatchKVCache(Eager):
         if any(self._right):
             self._stages.pad_right(self._right)
         self._right, self._held = [], []
+
+    @property
+    def _rows(self) -> list[Row]:
+        return self._counts.rows
 
     def _is_unpadded(self) -> bool:
         n_tokens = {row.n_tokens for row in self._rows}

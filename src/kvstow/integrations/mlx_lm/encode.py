@@ -1,5 +1,7 @@
 """Exact keys and values into packed ones, under a scheme."""
 
+from typing import Any, Protocol
+
 import mlx.core as mx
 
 from kvstow.attention import fused as kernels
@@ -7,7 +9,24 @@ from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Turbo
-from kvstow.store import PackedStore
+
+
+class Writable(Protocol):
+    """Where packed tokens may be written to the memory of planes: see `store.OwnPlanes`."""
+
+    @property
+    def end(self) -> int:
+        """Where in the capacity the next token comes to be."""
+
+    @property
+    def written(self) -> Any:
+        """An array that is there once all that was written is; None: it is."""
+
+    def writable(self, n_tokens: int) -> tuple[Any, ...]:
+        """The planes, where so many more may be written; else ``()``."""
+
+    def wrote(self, n_tokens: int, written: Any) -> None:
+        """So many come to be there, as soon as `written` is."""
 
 
 def encode(
@@ -26,7 +45,7 @@ def encode(
     )
 
 
-def append_in_place(scheme: Turbo, store: PackedStore, keys: mx.array, values: mx.array) -> bool:
+def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.array) -> bool:
     """Encode ``(b, h, t, d)`` straight into a store's planes, where a kernel can; else False.
 
     One launch, where arrays would be made anew and copied into the planes one by one.
@@ -34,7 +53,7 @@ def append_in_place(scheme: Turbo, store: PackedStore, keys: mx.array, values: m
     planes = store.writable(keys.shape[2])
     if not planes:
         return False
-    written = kernels.append(scheme, planes, store.offset, (keys, values), after=store.written)
+    written = kernels.append(scheme, planes, store.end, (keys, values), after=store.written)
     if written is None:
         return False
     store.wrote(keys.shape[2], written)

@@ -46,6 +46,11 @@ class PackedBatchRotatingKVCache(PackedBatchKVCache):
             raise RuntimeError("one token at a time cannot be padded in a sliding window")
         return super().update_and_fetch(keys, values)
 
+    @property
+    def offset(self) -> mx.array:
+        """See `PackedBatchKVCache.offset`; mlx-lm's batch has it."""
+        return self._stages.offset
+
     def _is_unpadded(self) -> bool:
         return False  # the mask of a window that is full is rolled, which mlx-lm's batch does
 
@@ -135,11 +140,11 @@ class PackedRotatingKVCache(Single):
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         """The mask of an append of `N` tokens, in mlx-lm's own form."""
         mask = self._rows.make_mask(N, window_size=window_size, return_array=return_array)
-        return masks.known(mask, masks.of_rows(self._rows.caches[0], N, window_size, self.offset))
+        return masks.known(mask, self._rows.sight(N, window_size, self.offset))
 
     def is_trimmable(self) -> bool:
         """Whether no token was forgotten yet."""
-        return bool(self._rows.caches[0].is_trimmable())
+        return self._rows.is_trimmable
 
     def trim(self, n: int) -> int:
         """Forget up to `n` tokens from the end; returns how many."""

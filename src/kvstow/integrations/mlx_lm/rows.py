@@ -6,6 +6,9 @@ they move packed tokens as well: `PackedRows` keeps its five planes in three of 
 which do everything alike, and `PlainRows` keeps exact keys and values in one. What a
 token is stored as is decided here, and where it lies is decided there, so it is
 where any other layer of the model has it.
+
+Only a step of a batch may go past them: its tokens can be written to the memory of their
+arrays, which then are nobody else's, see `PackedRows.writable`.
 """
 
 import copy
@@ -16,10 +19,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from kvstow.attention.fused import ALIGNED_TOKENS
+from kvstow.attention.masks import Sight
 from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import encode
 from kvstow.scheme import GROUP_SIZE, Turbo
+from kvstow.store import OwnPlanes
 
 Arrays = tuple[mx.array, mx.array]
 
@@ -32,7 +38,12 @@ class Rows:
     """
 
     def __init__(self, *caches: Any) -> None:
-        self.caches = caches
+        self._caches = caches
+
+    @property
+    def caches(self) -> tuple[Any, ...]:
+        """The caches, to do with as mlx-lm does."""
+        return self._caches
 
     @property
     def offset(self) -> Any:
@@ -42,13 +53,23 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes allocated, pads and unused capacity included."""
-        return sum(int(cache.nbytes) for cache in self.caches)
+        return sum(int(cache.nbytes) for cache in self._caches)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit into each row before the arrays grow."""
-        keys = self.caches[0].keys
+        keys = self._caches[0].keys
         return 0 if keys is None else int(keys.shape[2])
+
+    @property
+    def size(self) -> int:
+        """Tokens and pads of a row that the next append can see."""
+        return int(self._caches[0].size())
+
+    @property
+    def is_trimmable(self) -> bool:
+        """Whether mlx-lm's caches can forget the last tokens."""
+        return all(cache.is_trimmable() for cache in self._caches)
 
     @property
     def n_elements(self) -> int:
@@ -72,7 +93,11 @@ class Rows:
 
     def make_mask(self, n_tokens: int, **options: Any) -> Any:
         """See mlx-lm."""
-        return self.caches[0].make_mask(n_tokens, **options)
+        return self._caches[0].make_mask(n_tokens, **options)
+
+    def sight(self, n_tokens: int, window_size: int | None, least: int) -> Sight | None:
+        """See `masks.of_rows`."""
+        return masks.of_rows(self._caches[0], n_tokens, window_size, least)
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -101,6 +126,15 @@ class Rows:
         """The same rows, which change apart from these."""
         return type(self)(*(holding(c, c.keys, c.values) for c in self.caches))
 
+    def _count_offsets(self) -> None:
+        """Have offsets follow from where the rows end.
+
+        A batch's are sums that nobody computes here, of one more term for each append.
+        """
+        for cache in self._caches:
+            if isinstance(cache, BatchKVCache):
+                cache.offset = cache._idx - cache.left_padding
+
 
 class PlainRows(Rows):
     """Rows that are not packed yet."""
@@ -114,7 +148,9 @@ class PlainRows(Rows):
             arrays = copy.copy(keys), copy.copy(values)
             cache.state = (*arrays, cache.offset + n, cache.left_padding, n)
             return keys, values
-        return cache.update_and_fetch(keys, values)  # type: ignore[no-any-return]
+        exact: Arrays = cache.update_and_fetch(keys, values)
+        self._count_offsets()
+        return exact
 
     def keys_and_values(self) -> Arrays:
         """All that the rows hold, ``(b, h, t, d)``."""
@@ -136,38 +172,103 @@ class PlainRows(Rows):
 class PackedRows(Rows):
     """Rows under a scheme, in three caches: see `as_pairs`."""
 
+    def __init__(self, *caches: Any) -> None:
+        super().__init__(*caches)
+        self._own = OwnPlanes(mx)  # handles of what the caches hold, or none
+
+    @property
+    def caches(self) -> tuple[Any, ...]:
+        """See `Rows.caches`; until the next `append` no memory is written to past them."""
+        self._let_go()
+        self._count_offsets()
+        return self._caches
+
     def append(self, keys: PackedKeys, values: PackedValues) -> None:
         """Append stored tokens, ``(b, h, t, *)``."""
-        for cache, pair in zip(self.caches, as_pairs(keys, values), strict=True):
+        self._let_go()
+        first, *_, last = self._caches
+        for cache, pair in zip(self._caches, as_pairs(keys, values), strict=True):
+            # Whoever has the arrays, which MLX updates in place, keeps what they were.
+            cache.keys, cache.values = copy.copy(cache.keys), copy.copy(cache.values)
             cache.update_and_fetch(*pair)
-        for cache in self.caches[1:]:
-            # Nobody else reads theirs, and a sum that is never computed would grow.
-            cache.offset = copy.copy(self.offset)
+        last.values = _nothing_beside(last.keys)  # updates of it that nobody computes would grow
+        self._count_offsets()
+        if isinstance(first, BatchKVCache):
+            # MLX has written to memory that nobody else has, or to a copy.
+            self._own.is_shared = False
+        else:
+            for cache in self._caches[1:]:
+                cache.offset = copy.copy(first.offset)  # nobody computes theirs
+
+    def writable(self, n_tokens: int) -> tuple[mx.array, ...]:
+        """The planes, where `n_tokens` more may be written to their memory; else ``()``.
+
+        As `PackedStore.writable`: only in a batch that grows, once it was asked for a `window`
+        after an `append`.
+        """
+        own = self._own
+        if own.is_shared or not own.arrays or self.end + n_tokens > self.capacity:
+            return ()
+        if not own.is_contiguous:
+            own.make_contiguous()
+            for cache, (keys, others) in zip(self._caches, as_pairs(*own.pairs()), strict=True):
+                cache.keys, cache.values = copy.copy(keys), copy.copy(others)
+        return own.arrays
+
+    @property
+    def end(self) -> int:
+        """Where in the capacity the next token of a batch that grows comes to be."""
+        return int(self._caches[0]._idx)
+
+    @property
+    def written(self) -> mx.array | None:
+        """See `OwnPlanes.written`."""
+        written: mx.array | None = self._own.written
+        return written
+
+    def wrote(self, n_tokens: int, written: mx.array) -> None:
+        """See `PackedStore.wrote`."""
+        self._own.written = written
+        for cache in self._caches:
+            cache._idx += n_tokens
 
     def align(self) -> None:
         """Make room for a multiple of tokens, which kernels want and would copy planes for.
 
-        mlx-lm's batch grows by steps, but from whatever length the prompt had.
+        mlx-lm's batch grows by steps, but from whatever length the prompt had. Comes after an
+        `append`, before anybody asks for a window.
         """
         more = -self.capacity % ALIGNED_TOKENS
-        if more and isinstance(self.caches[0], BatchKVCache):
+        if more and isinstance(self._caches[0], BatchKVCache):
             pad = [(0, 0), (0, 0), (0, more), (0, 0)]
-            for cache in self.caches:
+            for cache in self._caches:
                 cache.keys, cache.values = mx.pad(cache.keys, pad), mx.pad(cache.values, pad)
 
     def planes(self, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
-        """The whole planes, ``(b, h, capacity, *)``."""
-        return as_planes([tuple(map(copy.copy, (c.keys, c.values))) for c in self.caches], scheme)
+        """The whole planes, ``(b, h, capacity, *)``, for good."""
+        pairs = [tuple(map(copy.copy, (c.keys, c.values))) for c in self.caches]
+        return as_planes(pairs, scheme)
 
-    def window(self, scheme: Turbo) -> PackedWindow:
-        """What the rows hold, not decoded."""
-        n_tokens = int(self.caches[0].keys_and_values()[0].shape[2])
-        return PackedWindow(*self.planes(scheme), n_tokens, scheme)
+    def window(self, scheme: Turbo, *, fused: bool = False) -> PackedWindow:
+        """What the rows hold, not decoded; marked for kernels if `fused`."""
+        own, first = self._own, self._caches[0]
+        if not own.arrays:
+            pairs = [tuple(map(copy.copy, (c.keys, c.values))) for c in self._caches]
+            keys, values = as_planes(pairs, scheme)
+            own.put((*keys, *values), shared=own.is_shared)
+        is_batch = isinstance(first, BatchKVCache)
+        n_tokens = first._idx if is_batch else int(first.keys_and_values()[0].shape[2])
+        return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.written)
+
+    def _let_go(self) -> None:
+        """Have the caches alone hold what is stored, all of it there."""
+        self._own.settle()
+        self._own.put((), shared=True)
 
     @property
     def n_elements(self) -> int:
         """See `Rows.n_elements`."""
-        _, of_keys, of_values = self.caches
+        _, of_keys, of_values = self._caches
         return int((of_keys.keys.size + of_values.keys.size) * GROUP_SIZE)
 
 
@@ -180,7 +281,7 @@ def as_pairs(keys: PackedKeys, values: PackedValues) -> list[Arrays]:
     return [
         (keys.codes.view(mx.uint8), values.codes),
         (keys.scales, keys.zeros),
-        (values.scales, values.scales[..., :0]),
+        (values.scales, _nothing_beside(values.scales)),
     ]
 
 
@@ -189,6 +290,11 @@ def as_planes(pairs: Sequence[Any], scheme: Turbo) -> tuple[PackedKeys, PackedVa
     (key_codes, value_codes), (scales, zeros), (value_scales, _) = pairs
     codes = key_codes.view(mx.int8) if scheme.key_bits == 8 else key_codes
     return PackedKeys(codes, scales, zeros), PackedValues(value_codes, value_scales)
+
+
+def _nothing_beside(plane: mx.array) -> mx.array:
+    """Not a slice of the plane, which would be a handle of its memory until it is computed."""
+    return mx.zeros((*plane.shape[:3], 0), plane.dtype)
 
 
 def holding(cache: Any, keys: Any, values: Any) -> Any:

@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from kvstow.attention.mlx import decode_window
 from kvstow.attention.window import PackedWindow
-from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import masks
-from kvstow.integrations.mlx_lm.encode import encode
+from kvstow.integrations.mlx_lm.encode import append_in_place, encode
 from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows, PlainRows, Rows
 from kvstow.scheme import Turbo
 
@@ -95,9 +94,13 @@ class Stages:
         groups = [group for _, group in self.groups()]
         if len(groups) > 1:
             return mask
-        sight = masks.of_rows(groups[0].caches[0], n_tokens, window_size, least)
-        masked: mx.array = masks.known(mask, sight)
+        masked: mx.array = masks.known(mask, groups[0].sight(n_tokens, window_size, least))
         return masked
+
+    def append_packed(self, packed: PackedRows, keys: mx.array, values: mx.array) -> None:
+        """Append ``(b, h, s, d)`` to all rows, which are the packed ones."""
+        if not (self.fused and append_in_place(self.scheme, packed, keys, values)):
+            self._append(packed, keys, values)
 
     def append(
         self, keys: mx.array, values: mx.array, packing: Sequence[int]
@@ -111,9 +114,7 @@ class Stages:
         held: list[Part] = []
         if self.packed is not None:
             rows = self.of(packed=True)
-            self.packed.append(*self._encode(_pick(keys, rows), _pick(values, rows)))
-            if self.fused:
-                self.packed.align()
+            self._append(self.packed, _pick(keys, rows), _pick(values, rows))
             held.append((rows, self.packed.window(self.scheme)))
             attended = [*held]
         if self.plain is not None:
@@ -169,8 +170,10 @@ class Stages:
         rows, group = next((rows, group) for rows, group in self.groups() if i in rows)
         return group.extract(rows.index(i))
 
-    def _encode(self, keys: mx.array, values: mx.array) -> tuple[PackedKeys, PackedValues]:
-        return encode(self.scheme, keys, values, fused=self.fused)
+    def _append(self, packed: PackedRows, keys: mx.array, values: mx.array) -> None:
+        packed.append(*encode(self.scheme, keys, values, fused=self.fused))
+        if self.fused:
+            packed.align()
 
     def _pack(self, plain: PlainRows, packing: Sequence[int]) -> PackedWindow:
         """Move some plain rows to the packed ones; returns them as they lay before."""
@@ -194,7 +197,7 @@ class Stages:
 def put_together(parts: Sequence[Part], dtype: mx.Dtype) -> Arrays:
     """What all rows hold, in order: ``(b, h, width, d)`` keys and values."""
     decoded = [
-        (rows, x if isinstance(x, tuple) else decode_window(x, dtype, rotated=False))
+        (rows, x if isinstance(x, tuple) else decode_window(x.settled(), dtype, rotated=False))
         for rows, x in parts
     ]
     keys = _widened([(rows, k) for rows, (k, _) in decoded], axis=2)

@@ -1,0 +1,319 @@
+"""Batches whose steps are written to the memory of planes: see test_append_in_place.py.
+
+The stand-in for the kernel writes where the kernel would, at once, so that whoever shares the
+memory and should not would see it.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstow.scheme import Turbo
+
+mx = pytest.importorskip("mlx.core")
+host = pytest.importorskip("mlx_lm.models.cache")
+deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
+cache = pytest.importorskip("kvstow.integrations.mlx_lm.cache")
+fused = pytest.importorskip("kvstow.attention.fused")
+stand_in = pytest.importorskip("tests.kernels.stand_in")
+
+pytestmark = pytest.mark.mlx
+kernels = stand_in.kernels
+H, D = 2, 64
+SCHEMES = [Turbo(8, 3), Turbo(4, 2)]
+
+
+class Both:
+    """A batch whose appends are in place where they can be, and one whose never are."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    @classmethod
+    def of(cls, rng, scheme, lengths):
+        drawn = [Both.drawn(rng, 1, n) for n in lengths]
+        made = []
+        for one in (cache.FusedKVCache, cache.DeferredKVCache):
+            rows = [one(scheme) for _ in lengths]
+            for row, exact in zip(rows, drawn, strict=True):
+                row.update_and_fetch(*exact)
+            made.append(one.merge(rows))
+        return cls(*made)
+
+    @staticmethod
+    def drawn(rng, b, n):
+        return [mx.array(rng.standard_normal((b, H, n, D)).astype(np.float32)) for _ in "kv"]
+
+    def each(self, function):
+        return [function(batch) for batch in self.batches]
+
+    def extend(self, other):
+        if self.n_rows + other.n_rows < 7:
+            for batch, more in zip(self.batches, other.batches, strict=True):
+                batch.extend(more)
+
+    @property
+    def n_rows(self):
+        return self.batches[1].offset.shape[0]
+
+    def append(self, rng, n):
+        exact = self.drawn(rng, self.n_rows, n)
+        return self.each(lambda batch: batch.update_and_fetch(*exact)[0])
+
+    def check(self):
+        got, want = self.each(lambda batch: np.array(batch.offset).tolist())
+        assert got == want
+        for i, n in enumerate(want):
+            rows = self.each(lambda batch, i=i: batch.extract(i))
+            assert [row.offset for row in rows] == [n, n]
+            if n:
+                same(*(row.packed() for row in rows))
+
+
+class Seen:
+    """Planes that somebody has and may read later, and what they are to hold."""
+
+    def __init__(self, both, got, wanted, n_tokens):
+        self.got, self.wanted, self.n_tokens = got, list(map(np.array, wanted)), n_tokens
+        self.starts = both.batches[1]._stages.packed.caches[0].left_padding.tolist()
+
+    @classmethod
+    def of_windows(cls, both, windows):
+        return cls(both, *((*w.keys, *w.values) for w in windows), windows[1].n_tokens)
+
+    def check(self):
+        for plane, wanted in zip(map(np.array, self.got), self.wanted, strict=True):
+            for row, expected, start in zip(plane, wanted, self.starts, strict=True):
+                seen = slice(None), slice(start, self.n_tokens)
+                np.testing.assert_array_equal(row[seen], expected[seen])
+
+
+def same(got, want):
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+# --- any sequence: an operation may give another batch, or windows that somebody has
+
+
+def append(both, n, rng):
+    if rng.integers(2):  # which has handles ready
+        both.each(lambda batch: batch.window())
+    return Seen.of_windows(both, both.append(rng, n))
+
+
+def prompt(both, n, rng):
+    """Prompts of several lengths, in chunks, with pads on the right."""
+    lengths = rng.integers(1, 8, both.n_rows).tolist()
+    pads = [max(lengths) - m for m in lengths]
+    both.each(lambda batch: batch.prepare(lengths=lengths, right_padding=pads))
+    for at in range(0, max(lengths), n):
+        both.append(rng, min(n, max(lengths) - at))
+    both.each(lambda batch: batch.finalize())
+
+
+def trim(both, n, _):
+    if n < min(both.batches[1].offset.tolist()):
+        both.each(lambda batch: batch.trim(n))
+
+
+def keep(both, _, rng):
+    order = rng.permutation(both.n_rows).tolist()
+    both.each(lambda batch: batch.filter(order[: 1 + len(order) // 2]))
+
+
+def extend(both, _, rng):
+    both.extend(Both.of(rng, both.batches[1].scheme, rng.integers(1, 9, 2).tolist()))
+
+
+def extend_by_itself(both, *_):
+    both.extend(Both(*both.each(copy.deepcopy)))
+
+
+def extract(both, _, rng):
+    i = int(rng.integers(both.n_rows))
+    rows = both.each(lambda batch: batch.extract(i))
+    return Both(*(type(row).merge([row]) for row in rows))
+
+
+def window(both, *_):
+    return Seen.of_windows(both, both.each(lambda batch: batch.window()))
+
+
+def state(both, *_):
+    got, wanted = both.each(lambda batch: batch.state)
+    return Seen(both, *([x for c in s for x in c[:2]] for s in (got, wanted)), wanted[0][-1])
+
+
+def deepcopy(both, *_):
+    return Both(*both.each(copy.deepcopy))
+
+
+WITHOUT_NUMBER = [keep, extend, extend_by_itself, extract, window, state, deepcopy]
+OPERATIONS = st.one_of(
+    st.tuples(st.just(append), st.sampled_from([1, 1, 1, 2, 7, 250])),
+    st.tuples(st.just(prompt), st.integers(1, 4)),
+    st.tuples(st.just(trim), st.sampled_from([0, 1, 1, 2, 9])),
+    st.tuples(st.sampled_from(WITHOUT_NUMBER), st.just(0)),
+)
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=100, deadline=None)
+@given(
+    scheme=st.sampled_from(SCHEMES),
+    lengths=st.lists(st.sampled_from([1, 5, 9]), min_size=1, max_size=3),
+    operations=st.lists(OPERATIONS, max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_any_sequence_is_that_of_arrays_made_anew(scheme, lengths, operations, seed):
+    rng = np.random.default_rng(seed)
+    with deferred.installed():
+        batches, seen = [Both.of(rng, scheme, lengths)], []
+        batches[0].append(rng, 1)  # the next one is in place
+        for operation, n in operations:
+            made = operation(batches[rng.integers(len(batches))], n, rng)
+            if made is not None:
+                (batches if isinstance(made, Both) else seen).append(made)
+        for made in (*batches, *seen):
+            made.check()
+
+
+# --- one by one
+
+
+@pytest.fixture
+def stepped(kernels):
+    """Two rows and steps up to the first in place, self-checks left out."""
+    rng = np.random.default_rng(0)
+    with deferred.installed():
+        both = Both.of(rng, Turbo(8, 3), [5, 9])
+        both.append(rng, 1)
+        both.append(rng, 1)
+        kernels.forget()
+        yield both, lambda n=1: both.append(rng, n)[0]
+
+
+def test_steps_are_written_behind_the_longest_row(stepped, kernels):
+    _, step = stepped
+    step()
+    step(3)
+    assert kernels.appended == [((2, H, 1, D), 11), ((2, H, 3, D), 12)]
+    assert kernels.encoded == []
+
+
+def test_growth_is_mlx_lms(stepped, kernels):
+    both, step = stepped
+    assert both.batches[0].capacity == 272
+    step(272 - 11)
+    assert len(kernels.appended) == 1
+    step()
+    assert len(kernels.appended) == 1
+    assert both.batches[0].capacity == 528
+    step()
+    assert kernels.appended[1:] == [((2, H, 1, D), 273)]
+    both.check()
+
+
+GIVES_UP = {
+    "state": lambda batch: batch.state,
+    "deepcopy": copy.deepcopy,
+    "extract": lambda batch: batch.extract(0),
+    "filter": lambda batch: batch.filter([0, 1]),
+    "extend": lambda batch: batch.extend(copy.deepcopy(batch)),
+    "trim": lambda batch: batch.trim(1),
+    "stored_rows": lambda batch: list(batch.stored_rows()),
+}
+
+
+@pytest.mark.parametrize("name", GIVES_UP)
+def test_who_may_have_the_planes_is_waited_for_and_sees_no_step(stepped, kernels, name):
+    both, _ = stepped
+    batch, rng = both.batches[0], np.random.default_rng(1)
+    assert batch.window().written is kernels.tokens[-1]
+    GIVES_UP[name](batch)
+    packed = batch._stages.packed
+    assert packed.written is None
+    for n_in_place in (0, 1):
+        batch.update_and_fetch(*Both.drawn(rng, batch.offset.shape[0], 1))
+        assert len(kernels.appended) == n_in_place
+
+
+def test_who_has_the_state_keeps_it_whatever_comes_in_the_place_of_tokens(stepped):
+    both, step = stepped
+    held = both.batches[0].state[0][0]
+    had = np.array(held)
+    both.each(lambda batch: batch.trim(2))
+    step()
+    step()
+    np.testing.assert_array_equal(np.array(held), had)
+
+
+@pytest.mark.parametrize("look", ["nbytes", "capacity", "n_elements", "n_tokens", "offset"])
+def test_usage_and_masks_leave_steps_in_place(stepped, kernels, look):
+    both, step = stepped
+    getattr(both.batches[0], look)
+    both.batches[0].make_mask(1)
+    both.batches[0].is_trimmable()
+    step()
+    assert len(kernels.appended) == 1
+
+
+def test_mlx_lms_caches_are_where_the_tokens_are(stepped):
+    both, step = stepped
+    step(4)
+    fused_caches, plain_caches = both.each(lambda batch: batch._stages.packed.caches)
+    for got, want in zip(fused_caches, plain_caches, strict=True):
+        assert got._idx == want._idx == 15
+        assert got.offset.tolist() == want.offset.tolist() == [11, 15]
+        assert got.left_padding.tolist() == want.left_padding.tolist() == [4, 0]
+        for a, b in zip(got.keys_and_values(), want.keys_and_values(), strict=True):
+            np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+def test_planes_that_are_not_contiguous_are_made_so_for_mlx_lms_caches_too(stepped, kernels):
+    both, _ = stepped
+    packed, rng = both.batches[0]._stages.packed, np.random.default_rng(1)
+    for held in packed.caches:
+        held.keys, held.values = map(otherwise_laid_out, (held.keys, held.values))
+    packed._own.is_shared = False  # as after an append that kept the layout
+    both.batches[0].window()
+    for _ in range(2):
+        both.append(rng, 1)
+    assert len(kernels.appended) == 2
+    both.check()
+
+
+def otherwise_laid_out(x):
+    return mx.contiguous(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def test_attention_waits_for_what_is_written(stepped, kernels):
+    _, step = stepped
+    window = step()
+    assert window.written is kernels.tokens[-1]
+    assert window.fused
+
+
+def test_rows_at_two_stages_are_not_written_in_place(stepped, kernels):
+    both, _ = stepped
+    batch, rng = both.batches[0], np.random.default_rng(1)
+    batch.extend(type(batch)([cache.FusedKVCache(Turbo(8, 3))]))
+    batch.update_and_fetch(*Both.drawn(rng, 3, 1))  # decodes, and would wait for what is written
+    assert kernels.appended == []
+
+
+def test_a_sliding_window_is_not_written_in_place(kernels):
+    rotating = pytest.importorskip("kvstow.integrations.mlx_lm.rotating")
+    rng = np.random.default_rng(0)
+    with deferred.installed():
+        rows = [rotating.FusedRotatingKVCache(Turbo(8, 3), 8) for _ in range(2)]
+        for row in rows:
+            row.update_and_fetch(*Both.drawn(rng, 1, 5))
+        batch = type(rows[0]).merge(rows)
+        for _ in range(6):
+            batch.update_and_fetch(*Both.drawn(rng, 2, 1))
+    assert kernels.appended == []
