@@ -39,8 +39,6 @@ LAUNCHES = (
     (1, 2, 16),
 )
 
-MANY_BLOCKS = 2048  # several times what any GPU runs at once, even divided by four
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeKernel:
@@ -183,7 +181,7 @@ class EncodeKernel:
     @property
     def blocks(self) -> int:
         """Blocks of a multiprocessor that registers must suffice for: latency is hidden by many."""
-        return 4 if self.search or self.dtype == "float32" else 6
+        return 4 if self.search else 6 if self.dtype == "float32" else 8
 
     @property
     def vectors(self) -> int:
@@ -191,13 +189,8 @@ class EncodeKernel:
         return self.threads // (self.head_dim // GROUP_SIZE)
 
     def n_blocks(self, n_vectors: int) -> int:
-        """Blocks of a launch for so many keys, and as many values.
-
-        Where there are many, one encodes four times what it can at once, which hides what it
-        waits for.
-        """
-        blocks = -(-n_vectors // self.vectors)
-        return 2 * (blocks if blocks < MANY_BLOCKS else -(-blocks // 4))
+        """Blocks of a launch for so many keys, and as many values."""
+        return 2 * -(-n_vectors // self.vectors)
 
     @property
     def shared_bytes(self) -> int:

@@ -74,11 +74,11 @@ struct KeyCodes {
 };
 
 template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
-KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, const LoadedGroup<T>& loaded, const Place& place,
-                                    int group) {
+KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int group) {
   using Codes = KeyCodes<BITS>;
+  const Place place(args, vector, group);
   float x[32];
-  loaded.unpack(x);
+  load_group<T>(args.keys, place.from, x);
   float low = x[0], high = x[0];
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) low = least_or_nan(low, x[i]), high = most_or_nan(high, x[i]);

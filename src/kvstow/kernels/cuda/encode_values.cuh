@@ -18,14 +18,7 @@ struct Rotation {
     const u32 lane = threadIdx.x & 31;
     return (u32)((1ull << LANES) - 1) << (lane & ~(LANES - 1));
   }
-  KVSTOW_INLINE static void rotate(float (&x)[32], const signed char* signs) {
-    KVSTOW_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      const u32 four = ((const u32*)signs)[i];  // a sign of -1 has its top bit set
-      KVSTOW_UNROLL
-      for (int k = 0; k < 4; ++k)
-        x[4 * i + k] = __uint_as_float(__float_as_uint(x[4 * i + k]) ^ (four << (24 - 8 * k) & 0x80000000u));
-    }
+  KVSTOW_INLINE static void rotate(float (&x)[32]) {  // once signs are applied
     KVSTOW_UNROLL
     for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
       for (int i = 0; i < 32; ++i)
@@ -88,9 +81,7 @@ struct Boundaries {
 template <int D, Dtype T>
 KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
   float x[32], largest = 0.f;
-  LoadedGroup<T> loaded;
-  loaded.load(args.values, place.from);
-  loaded.unpack(x);
+  load_group<T>(args.values, place.from, x);
   KVSTOW_UNROLL
   for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
   KVSTOW_UNROLL
@@ -123,11 +114,11 @@ KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& 
 }
 
 template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
-KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const LoadedGroup<T>& loaded, const Place& place,
-                                      int group, const float* edges) {
+KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
+  const Place place(args, vector, group);
   float x[32];
-  loaded.unpack(x);
-  Rotation<D>::rotate(x, args.signs + group * 32);
+  load_group<T>(args.values, place.from, x, args.signs + group * 32);
+  Rotation<D>::rotate(x);
   float sum = __fmul_rn(x[0], x[0]);
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) sum = __fadd_rn(sum, __fmul_rn(x[i], x[i]));

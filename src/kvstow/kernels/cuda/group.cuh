@@ -36,34 +36,38 @@ struct Place {
   }
 };
 
-// A group on its way from memory.
-template <Dtype T>
-struct LoadedGroup {
-  static constexpr int CHUNKS = T == FLOAT32 ? 8 : 4;
-  uint4 chunks[CHUNKS];
+KVSTOW_INLINE float negated(float x, u32 sign) { return __uint_as_float(__float_as_uint(x) ^ (sign & 0x80000000u)); }
 
-  KVSTOW_INLINE void load(const void* p, u64 at) {
-    const uint4* source = (const uint4*)((const u8*)p + at * (T == FLOAT32 ? 4 : 2));
+// The 32 elements from `at` on; where there are signs [32], those with -1 negated.
+template <Dtype T>
+KVSTOW_INLINE void load_group(const void* p, u64 at, float (&x)[32], const signed char* signs = nullptr) {
+  if (T == FLOAT32) {
+    const float4* source = (const float4*)((const float*)p + at);
     KVSTOW_UNROLL
-    for (int i = 0; i < CHUNKS; ++i) chunks[i] = source[i];
-  }
-  KVSTOW_INLINE void unpack(float (&x)[32]) const {
+    for (int i = 0; i < 8; ++i) {
+      const float4 v = source[i];
+      const u32 four = signs ? ((const u32*)signs)[i] : 0;  // a sign of -1 has its top bit set
+      x[4 * i] = negated(v.x, four << 24), x[4 * i + 1] = negated(v.y, four << 16);
+      x[4 * i + 2] = negated(v.z, four << 8), x[4 * i + 3] = negated(v.w, four);
+    }
+  } else {
+    const uint4* source = (const uint4*)((const u16*)p + at);
     KVSTOW_UNROLL
-    for (int i = 0; i < CHUNKS; ++i) {
-      const u32 words[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = source[i];
+      u32 pairs[4] = {v.x, v.y, v.z, v.w};
       KVSTOW_UNROLL
       for (int k = 0; k < 4; ++k) {
-        const u32 w = words[k];
-        if constexpr (T == FLOAT32) {
-          x[4 * i + k] = __uint_as_float(w);
-        } else {
-          x[8 * i + 2 * k] = T == BFLOAT16 ? __uint_as_float(w << 16) : low_half(w);
-          x[8 * i + 2 * k + 1] = T == BFLOAT16 ? __uint_as_float(w & 0xFFFF0000u) : high_half(w);
+        if (signs) {
+          const u32 four = ((const u32*)signs)[2 * i + k / 2];
+          pairs[k] ^= pick_bytes(four, 0, k % 2 ? 0x3424 : 0x1404) & 0x80008000u;
         }
+        x[8 * i + 2 * k] = T == BFLOAT16 ? __uint_as_float(pairs[k] << 16) : low_half(pairs[k]);
+        x[8 * i + 2 * k + 1] = T == BFLOAT16 ? __uint_as_float(pairs[k] & 0xFFFF0000u) : high_half(pairs[k]);
       }
     }
   }
-};
+}
 
 KVSTOW_INLINE bool is_finite(float x) { return fabsf(x) < __uint_as_float(0x7F800000u); }
 KVSTOW_INLINE bool is_finite16(u16 h) { return (h & 0x7C00u) != 0x7C00u; }
