@@ -64,6 +64,26 @@ def test_steps_of_any_length_go_to_the_kernels(kernels, fetch):
     assert appended == [n for n in (12, 5, 1, 8, 9, 2) for _layer in range(2)]
 
 
+@pytest.mark.parametrize(("decoded_bytes", "way"), [(1 << 28, "faster"), (1 << 16, "kernel")])
+def test_long_prompts_have_a_window_decoded_only_where_it_is_small(
+    kernels, monkeypatch, decoded_bytes, way
+):
+    monkeypatch.setattr(fused, "FEW_DECODED_BYTES", decoded_bytes)
+    model, schedule = build("llama"), (12, fused.MANY_QUERIES - 1, fused.MANY_QUERIES, 1)
+    with kvstow.attached(model, "turbo"):
+        kernels.forget()
+        before, cache, at = fused.counts(), host.make_prompt_cache(model), 0
+        for n in schedule:
+            mx.eval(model(tiny.tokens(4000)[:, at : at + n], cache=cache))
+            at += n
+    lengths = {call.shape[2] for call in kernels.attended if call.shape[:2] == (1, 4)}
+    found = fused.counts() - before
+    assert lengths - {fused.MANY_QUERIES} == {1, fused.MANY_QUERIES - 1}
+    assert (fused.MANY_QUERIES in lengths) == (way == "kernel")
+    assert [name for name in found if name.endswith(way)]
+    assert found.total() == 6
+
+
 @pytest.mark.filterwarnings("error")
 def test_layers_without_kernels_for_prompts_leave_them_to_deferred(kernels):
     wide = {"head_dim": 512, "max_position_embeddings": 4096}

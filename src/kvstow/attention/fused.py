@@ -33,6 +33,10 @@ from kvstow.scheme import Turbo
 
 ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
 KERNEL = "kernel"
+# So many query tokens share one decoding of the window that it is faster than the kernel, which
+# decodes once for every 128 query rows (decision 13); up to so many bytes, in float16.
+MANY_QUERIES = 1024
+FEW_DECODED_BYTES = 1 << 28
 
 Planes = tuple[PackedKeys, PackedValues]
 
@@ -215,8 +219,8 @@ def plan_call(
     task: Task = _attend_task(*about, hq // h, n_queries, *kind)
     if n_queries > MOST_STEP_TOKENS:
         task = _prefill_task(*about, *kind)
-        if not has_kernel(task):
-            return f"more than {MOST_STEP_TOKENS} query tokens"
+        if why := _why_no_prompt(task, n_queries, window):
+            return why
     if why := _why_unchecked(task):
         return why
     scores = _scored(float(scale), sight.window, sinks)
@@ -224,6 +228,16 @@ def plan_call(
         return Call(sight.n_tokens, scores)
     starts = sight.starts.astype(mx.int32)
     return Call(kernels.Rows(starts, _lengths(b, sight.n_tokens), sight.n_tokens), scores)
+
+
+def _why_no_prompt(task: PrefillTask, n_queries: int, window: PackedWindow) -> str:
+    if not has_kernel(task):
+        return f"more than {MOST_STEP_TOKENS} query tokens"
+    b, h = window.keys.scales.shape[:2]
+    decoded_bytes = 4 * b * h * window.n_tokens * window.head_dim
+    if n_queries >= MANY_QUERIES and decoded_bytes <= FEW_DECODED_BYTES:
+        return "so many query tokens that decoding the window is faster"
+    return ""
 
 
 def _scored(scale: float, window: int, sinks: mx.array | None) -> kernels.Scores:
