@@ -19,6 +19,7 @@ each other there are groups, each with ``off``, whose row is that of the first.
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,6 +32,9 @@ from typing import Any
 
 from kvstow.blas import use_fast_blas
 
+# Arms that take turns launch more graphs than MLX keeps for CUDA by itself; it would make those
+# that it dropped anew, which takes milliseconds of a step. Read when MLX is imported.
+os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
 BLAS = use_fast_blas()
 
 import mlx.core as mx  # noqa: E402

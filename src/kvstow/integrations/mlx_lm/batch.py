@@ -27,7 +27,8 @@ from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.counts import Counts, Row
 from kvstow.integrations.mlx_lm.encode import check_widths
 from kvstow.integrations.mlx_lm.fetch import Deferred, Eager, Fetched, Fused
-from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows
+from kvstow.integrations.mlx_lm.pairs import Arrays
+from kvstow.integrations.mlx_lm.rows import PackedRows
 from kvstow.integrations.mlx_lm.stages import Part, Stages, put_together
 
 

@@ -28,7 +28,8 @@ from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.batch import DeferredBatchKVCache, FusedBatchKVCache
 from kvstow.integrations.mlx_lm.encode import append_in_place, check_widths, encode
 from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
-from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, as_pairs
+from kvstow.integrations.mlx_lm.pairs import as_pairs
+from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows
 from kvstow.integrations.mlx_lm.single import Single
 from kvstow.scheme import GROUP_SIZE, Scheme, Turbo
 from kvstow.store import PackedStore

@@ -25,12 +25,13 @@ from mlx_lm.models.cache import (
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import SnapshotError
 from kvstow.integrations.mlx_lm.cache import DeferredKVCache, FusedKVCache, PackedKVCache
+from kvstow.integrations.mlx_lm.pairs import as_pairs
 from kvstow.integrations.mlx_lm.rotating import (
     DeferredRotatingKVCache,
     FusedRotatingKVCache,
     PackedRotatingKVCache,
 )
-from kvstow.integrations.mlx_lm.rows import PackedRows, as_pairs
+from kvstow.integrations.mlx_lm.rows import PackedRows
 from kvstow.scheme import Affine
 from kvstow.snapshot import Record, Source
 from kvstow.snapshot.record import AFFINE, EXACT, OF_ROWS, PACKED

@@ -27,7 +27,8 @@ from kvstow.integrations.mlx_lm.batch import (
 )
 from kvstow.integrations.mlx_lm.encode import check_widths, encode
 from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
-from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows, PlainRows, holding
+from kvstow.integrations.mlx_lm.pairs import Arrays, holding
+from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows
 from kvstow.integrations.mlx_lm.single import Single
 from kvstow.scheme import Scheme, Turbo
 

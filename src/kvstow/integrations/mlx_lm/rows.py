@@ -24,10 +24,15 @@ from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import encode
+from kvstow.integrations.mlx_lm.pairs import (
+    Arrays,
+    as_pairs,
+    as_planes,
+    holding,
+    nothing_beside,
+)
 from kvstow.scheme import GROUP_SIZE, Turbo
 from kvstow.store import OwnPlanes
-
-Arrays = tuple[mx.array, mx.array]
 
 
 class Rows:
@@ -191,7 +196,7 @@ class PackedRows(Rows):
             # Whoever has the arrays, which MLX updates in place, keeps what they were.
             cache.keys, cache.values = copy.copy(cache.keys), copy.copy(cache.values)
             cache.update_and_fetch(*pair)
-        last.values = _nothing_beside(last.keys)  # updates of it that nobody computes would grow
+        last.values = nothing_beside(last.keys)  # updates of it that nobody computes would grow
         self._count_offsets()
         if isinstance(first, BatchKVCache):
             # MLX has written to memory that nobody else has, or to a copy.
@@ -270,38 +275,3 @@ class PackedRows(Rows):
         """See `Rows.n_elements`."""
         _, of_keys, of_values = self._caches
         return int((of_keys.keys.size + of_values.keys.size) * GROUP_SIZE)
-
-
-def as_pairs(keys: PackedKeys, values: PackedValues) -> list[Arrays]:
-    """Five planes as the keys and values of three caches.
-
-    mlx-lm makes zeros in the dtype of the keys for both, so a pair has one dtype. The
-    last pair is the odd plane and nothing, ``(b, h, t, 0)``.
-    """
-    return [
-        (keys.codes.view(mx.uint8), values.codes),
-        (keys.scales, keys.zeros),
-        (values.scales, _nothing_beside(values.scales)),
-    ]
-
-
-def as_planes(pairs: Sequence[Any], scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
-    """What `as_pairs` was made of."""
-    (key_codes, value_codes), (scales, zeros), (value_scales, _) = pairs
-    codes = key_codes.view(mx.int8) if scheme.key_bits == 8 else key_codes
-    return PackedKeys(codes, scales, zeros), PackedValues(value_codes, value_scales)
-
-
-def _nothing_beside(plane: mx.array) -> mx.array:
-    """Not a slice of the plane, which would be a handle of its memory until it is computed."""
-    return mx.zeros((*plane.shape[:3], 0), plane.dtype)
-
-
-def holding(cache: Any, keys: Any, values: Any) -> Any:
-    """A cache of mlx-lm's in the state of `cache`, with other things in the same places."""
-    twin = copy.copy(cache)
-    for name, x in vars(cache).items():
-        if isinstance(x, mx.array):
-            setattr(twin, name, copy.copy(x))  # mlx updates an array object in place
-    twin.keys, twin.values = copy.copy(keys), copy.copy(values)
-    return twin

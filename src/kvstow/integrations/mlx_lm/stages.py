@@ -14,7 +14,8 @@ from kvstow.attention.mlx import decode_window
 from kvstow.attention.window import PackedWindow
 from kvstow.integrations.mlx_lm import masks
 from kvstow.integrations.mlx_lm.encode import append_in_place, encode
-from kvstow.integrations.mlx_lm.rows import Arrays, PackedRows, PlainRows, Rows
+from kvstow.integrations.mlx_lm.pairs import Arrays
+from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows, Rows
 from kvstow.scheme import Turbo
 
 AnyRows = TypeVar("AnyRows", bound=Rows)
