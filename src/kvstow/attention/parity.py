@@ -143,20 +143,26 @@ def _around(plane: np.ndarray) -> np.ndarray:
 
 
 def _appended(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
-    """What the kernel leaves in planes that hold others' tokens, in two appends."""
+    """What the kernel leaves in planes that hold others' tokens, in two appends.
+
+    It is read through other handles of their memory, as a batch of rows has them: on a machine
+    where these do not share it, tokens would be lost.
+    """
     n = keys.shape[2]
     shapes, dtypes = encoded_planes(keys, scheme)
     planes = tuple(
         mx.contiguous(mx.full((*lead, POSITION + n + ROOM, width), OTHERS, dtype))
         for (*lead, _, width), dtype in zip(shapes, dtypes, strict=True)
     )
-    mx.eval(planes)
+    bytes_of_keys = planes[0].view(mx.uint8)
+    handles = mx.contiguous(bytes_of_keys).view(planes[0].dtype), *map(mx.contiguous, planes[1:])
+    mx.eval(planes, handles)
     written = None
     for part in (slice(0, 5), slice(5, n)):
         exact = keys[:, :, part], values[:, :, part]
         written = kernels.append(planes, POSITION + part.start, exact, scheme, after=written)
     mx.eval(written)
-    return PackedKeys(*planes[:3]), PackedValues(*planes[3:])
+    return PackedKeys(*handles[:3]), PackedValues(*handles[3:])
 
 
 def _vectors(rng: np.random.Generator, d: int) -> np.ndarray:

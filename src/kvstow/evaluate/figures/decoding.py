@@ -14,7 +14,7 @@ from kvstow.evaluate.rows import Row
 GB = 1e9
 THIN: dict[str, Any] = {"color": GREY, "lw": 0.8, "ls": "--"}
 SPEED_SAYS = (
-    "Medians of ratios to no scheme, turn by turn. A cross: the scheme does not fit, or failed. "
+    "Ratios to no scheme in the same run. A cross: the scheme does not fit, or failed. "
     "Grey: off does not fit, or failed, so that there is no ratio; schemes without a cross ran."
 )
 MEMORY_SAYS = (
