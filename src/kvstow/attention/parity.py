@@ -1,5 +1,6 @@
 """What a kernel computes against the definition, on a small input of every kind."""
 
+import copy
 from itertools import product
 
 import mlx.core as mx
@@ -154,15 +155,15 @@ def _appended(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKe
         mx.contiguous(mx.full((*lead, POSITION + n + ROOM, width), OTHERS, dtype))
         for (*lead, _, width), dtype in zip(shapes, dtypes, strict=True)
     )
-    bytes_of_keys = planes[0].view(mx.uint8)
-    handles = mx.contiguous(bytes_of_keys).view(planes[0].dtype), *map(mx.contiguous, planes[1:])
+    handles = planes[0].view(mx.uint8), *map(copy.copy, planes[1:])
     mx.eval(planes, handles)
     written = None
     for part in (slice(0, 5), slice(5, n)):
         exact = keys[:, :, part], values[:, :, part]
         written = kernels.append(planes, POSITION + part.start, exact, scheme, after=written)
     mx.eval(written)
-    return PackedKeys(*handles[:3]), PackedValues(*handles[3:])
+    codes = handles[0].view(planes[0].dtype)
+    return PackedKeys(codes, *handles[1:3]), PackedValues(*handles[3:])
 
 
 def _vectors(rng: np.random.Generator, d: int) -> np.ndarray:
