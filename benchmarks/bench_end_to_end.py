@@ -32,8 +32,8 @@ from typing import Any
 
 from kvstow.blas import use_fast_blas
 
-# Arms that take turns launch more graphs than MLX keeps for CUDA by itself; it would make those
-# that it dropped anew, which takes milliseconds of a step. Read when MLX is imported.
+# Arms that take turns launch more graphs than one arm does, and MLX keeps a number of them; making
+# dropped ones anew is thought to be what slowed such runs down. Read when MLX is imported.
 os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
 BLAS = use_fast_blas()
 

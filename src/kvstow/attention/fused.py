@@ -27,8 +27,8 @@ from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import KvstowWarning
 from kvstow.kernels import backend as kernels
+from kvstow.kernels.calls import NAMES
 from kvstow.kernels.plan import MOST_STEP_TOKENS
-from kvstow.kernels.specialise import DTYPES
 from kvstow.scheme import Turbo
 
 ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
@@ -55,7 +55,6 @@ class Call:
 
 
 # Making a value of a frozen dataclass takes longer than finding one: see `kernels.calls`.
-_NAMES = {getattr(mx, name): name for name in DTYPES}
 _attend_task = lru_cache(maxsize=256)(AttendTask)
 _prefill_task = lru_cache(maxsize=256)(PrefillTask)
 _encode_task = lru_cache(maxsize=256)(EncodeTask)
@@ -247,7 +246,7 @@ def _scored(scale: float, window: int, sinks: mx.array | None) -> kernels.Scores
 
 def dtype_name(dtype: mx.Dtype) -> str:
     """``"float32"``."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("mlx.core.")
+    return NAMES.get(dtype) or str(dtype).removeprefix("mlx.core.")
 
 
 def _why_unchecked(task: Task) -> str:

@@ -16,7 +16,7 @@ from kvstow.scheme import GROUP_SIZE, Turbo
 
 # What a step costs on the host is what a token costs, with short contexts: values that many
 # layers and steps share are looked up, since making a frozen dataclass takes microseconds.
-_NAMES: dict[mx.Dtype, Dtype] = {getattr(mx, name): name for name in DTYPES}
+NAMES: dict[mx.Dtype, Dtype] = {getattr(mx, name): name for name in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def dtype_of(array: mx.array) -> Dtype:
     Raises:
         ValueError: If no kernel takes it.
     """
-    if (name := _NAMES.get(array.dtype)) is None:
+    if (name := NAMES.get(array.dtype)) is None:
         got = str(array.dtype).removeprefix("mlx.core.")
         raise ValueError(f"dtype must be one of {DTYPES}, got {got}")
     return name

@@ -57,7 +57,7 @@ def attend(
 ) -> mx.array:
     """See `backend.attend`."""
     shape, capacity = shape_of(queries, planes, tokens)
-    widths = scheme.key_bits, scheme.value_bits
+    widths = scheme.widths
     made = _prepare(shape, widths, dtype_of(queries), (capacity, scores.window, scores.scale))
     plan = made.plan
     n_rows, d = queries.size // shape.head_dim, shape.head_dim
@@ -84,7 +84,7 @@ def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys,
     """See `backend.encode`."""
     check_alike(keys, values)
     b, h, n, d = keys.shape
-    widths = scheme.key_bits, scheme.value_bits
+    widths = scheme.widths
     kernel = MetalDevice().encode_kernel(widths, d, dtype_of(keys), search=scheme.search)
     shapes, dtypes = encoded_planes(keys, scheme)
     if not keys.size:
