@@ -127,6 +127,7 @@ class DecodeCall:
         window: Tokens that a query sees; 0: all.
         chunk: Tokens of a split, in shares of the shortest; None: as planned.
         shares: Blocks of a step of rows with lengths; None: as planned.
+        exact: Keys and values ``(b, h, 1, d)`` of each row's last token, to be stored first.
     """
 
     def __init__(
@@ -135,10 +136,11 @@ class DecodeCall:
         b, hq, n_queries, d = queries.shape
         h, capacity = planes[0].shape[1:3]
         lengths, starts = options.get("lengths"), options.get("starts")
+        exact = options.get("exact") or (None, None)
         n_tokens = int(lengths.max()) if lengths is not None else capacity
-        shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=lengths is not None)
-        widths = scheme.key_bits, scheme.value_bits
-        self.plan: AttentionPlan = plan_attention(shape, widths, dtype_of(queries), host.device)
+        kind = lengths is not None, "exact" in options
+        shape, dtype = Shape(b, hq, h, n_queries, d, n_tokens, *kind), dtype_of(queries)
+        self.plan: AttentionPlan = plan_attention(shape, scheme.widths, dtype, host.device)
         chunk = options.get("chunk") or self.plan.chunk
         n_splits = max(1, -(-n_tokens // chunk))
         self._grid = (n_splits, *self.plan.grid[1:])
@@ -157,12 +159,13 @@ class DecodeCall:
         self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32).cuda()
         centroids = host.constant(tables.CENTROIDS, scheme.value_bits, np.float32)
         signs = host.constant(tables.SIGNS, d, np.int8)
-        self._keep = (queries, *planes, sums, weights, lengths, starts, options.get("sinks"))
+        self._keep = (queries, *planes, sums, weights, lengths, starts, options.get("sinks"), exact)
         read = [*planes, queries, centroids, signs, options.get("sinks"), starts, lengths]
-        written = [self.output, sums, weights, self.arrivals]
+        boundaries = host.constant(tables.BOUNDARIES, scheme.value_bits, np.float32)
+        written = [self.output, sums, weights, self.arrivals, *exact, boundaries]
         sizes = b, h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
-        counts = *sizes, n_splits, chunk, options.get("window", 0)
-        self._args = DecodeArgs(*map(_pointer, read + written), *counts, d**-0.5 * LOG2_E)
+        counts = *sizes, n_splits, chunk, options.get("window", 0), d**-0.5 * LOG2_E
+        self._args = DecodeArgs(*map(_pointer, read + written), *counts)
 
     def run(self) -> Any:
         """Launch it; returns the output."""

@@ -33,29 +33,30 @@ class OwnPlanes:
             object in place, and others have these.
         is_shared: Whether others may have handles of the memory, or are still to read from it
             what is to be overwritten.
-        written: Is there once all that was written to the memory is; None: it is.
+        arrival: Tokens that are on their way into the memory, of which the array library knows
+            nothing; it has `wait`. None: there are none.
     """
 
-    __slots__ = ("_pairs", "_xp", "arrays", "is_contiguous", "is_shared", "written")
+    __slots__ = ("_pairs", "_xp", "arrays", "arrival", "is_contiguous", "is_shared")
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         self.arrays: tuple[Any, ...] = ()
         self.is_shared = True
         self.is_contiguous = False  # as far as known
-        self.written: Any = None
+        self.arrival: Any = None
         self._pairs: tuple[PackedKeys, PackedValues] | None = None
 
     def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
-        """Take other planes; what was written to the memory of these must be there."""
+        """Take other planes; nothing may be on its way into these."""
         self.arrays, self._pairs = tuple(arrays), None
         self.is_shared, self.is_contiguous = shared, False
 
     def settle(self) -> None:
-        """Wait for what was written to memory, of which an array library knows nothing."""
-        if self.written is not None:
-            self._xp.eval(self.written)
-            self.written = None
+        """Wait for what is on its way."""
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
 
     def make_contiguous(self) -> None:
         """Have the planes as kernels write to them, in the same memory if it is so already."""
@@ -63,7 +64,7 @@ class OwnPlanes:
         self.is_contiguous = True
 
     def pairs(self) -> tuple[PackedKeys, PackedValues]:
-        """The planes, to read from once `written` is there."""
+        """The planes, to read from once the `arrival` is there."""
         if self._pairs is None:
             self._pairs = _pairs(self.arrays)
         return self._pairs
@@ -112,7 +113,7 @@ class PackedStore:
         capacity = int(planes[0].shape[2]) if planes else 0
         if not 0 <= offset <= capacity:
             raise ValueError(f"offset must be in 0..{capacity} (the capacity), got {offset}")
-        self._own.written = None
+        self._own.arrival = None
         self._own.put(map(copy.copy, planes), shared=True)
         self.offset = offset
 
@@ -155,13 +156,13 @@ class PackedStore:
         return self.offset
 
     @property
-    def written(self) -> Any:
-        """See `OwnPlanes.written`."""
-        return self._own.written
+    def arrival(self) -> Any:
+        """See `OwnPlanes.arrival`."""
+        return self._own.arrival
 
-    def wrote(self, n_tokens: int, written: Any) -> None:
-        """So many tokens come to be in the memory of `writable`, as soon as `written` is there."""
-        self._own.written = written
+    def expect(self, n_tokens: int, arrival: Any) -> None:
+        """So many tokens are on their way into the memory of `writable`."""
+        self._own.arrival = arrival
         self.offset += n_tokens
 
     def trim(self, n_tokens: int) -> int:
@@ -181,7 +182,7 @@ class PackedStore:
     def allocated(self) -> tuple[PackedKeys, PackedValues]:
         """The whole planes, ``(b, h, capacity, *)``, to read the tokens stored from.
 
-        Not before `written` is there.
+        Not before the `arrival` is there.
         """
         return self._own.pairs()
 

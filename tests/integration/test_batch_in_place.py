@@ -63,6 +63,10 @@ class Both:
         exact = self.drawn(rng, self.n_rows, n)
         return self.each(lambda batch: batch.update_and_fetch(*exact)[0])
 
+    def have_written(self):
+        """Whatever is on its way into planes is there; they stay nobody else's."""
+        self.batches[0].window().settled()
+
     def check(self):
         got, want = self.each(lambda batch: np.array(batch.offset).tolist())
         assert got == want
@@ -103,6 +107,18 @@ def append(both, n, rng):
     if rng.integers(2):  # which has handles ready
         both.each(lambda batch: batch.window())
     return Seen.of_windows(both, both.append(rng, n))
+
+
+def attend(both, _, rng):
+    masks = both.each(lambda batch: batch.make_mask(1))
+    windows = both.append(rng, 1)
+    queries = both.drawn(rng, both.n_rows, 1)[0]
+    got, want = (
+        np.array(fused.attend(queries, window, scale=0.1, mask=mask))
+        for window, mask in zip(windows, masks, strict=True)
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    return Seen.of_windows(both, windows)
 
 
 def prompt(both, n, rng):
@@ -152,7 +168,7 @@ def deepcopy(both, *_):
     return Both(*both.each(copy.deepcopy))
 
 
-WITHOUT_NUMBER = [keep, extend, extend_by_itself, extract, window, state, deepcopy]
+WITHOUT_NUMBER = [attend, keep, extend, extend_by_itself, extract, window, state, deepcopy]
 OPERATIONS = st.one_of(
     st.tuples(st.just(append), st.sampled_from([1, 1, 1, 2, 7, 250])),
     st.tuples(st.just(prompt), st.integers(1, 4)),
@@ -191,10 +207,16 @@ def stepped(kernels):
     rng = np.random.default_rng(0)
     with deferred.installed():
         both = Both.of(rng, Turbo(8, 3), [5, 9])
-        both.append(rng, 1)
-        both.append(rng, 1)
+
+        def step(n=1):
+            window = both.append(rng, n)[0]
+            both.have_written()
+            return window
+
+        step()
+        step()
         kernels.forget()
-        yield both, lambda n=1: both.append(rng, n)[0]
+        yield both, step
 
 
 def test_steps_are_written_behind_the_longest_row(stepped, kernels):
@@ -233,12 +255,13 @@ GIVES_UP = {
 def test_who_may_have_the_planes_is_waited_for_and_sees_no_step(stepped, kernels, name):
     both, _ = stepped
     batch, rng = both.batches[0], np.random.default_rng(1)
-    assert batch.window().written is kernels.tokens[-1]
+    assert batch.window().arrival.there() is kernels.tokens[-1]
     GIVES_UP[name](batch)
     packed = batch._stages.packed
-    assert packed.written is None
+    assert packed.arrival is None
     for n_in_place in (0, 1):
         batch.update_and_fetch(*Both.drawn(rng, batch.offset.shape[0], 1))
+        both.have_written()
         assert len(kernels.appended) == n_in_place
 
 
@@ -283,6 +306,7 @@ def test_planes_that_are_not_contiguous_are_made_so_for_mlx_lms_caches_too(stepp
     both.batches[0].window()
     for _ in range(2):
         both.append(rng, 1)
+        both.have_written()
     assert len(kernels.appended) == 2
     both.check()
 
@@ -294,7 +318,7 @@ def otherwise_laid_out(x):
 def test_attention_waits_for_what_is_written(stepped, kernels):
     _, step = stepped
     window = step()
-    assert window.written is kernels.tokens[-1]
+    assert window.arrival.there() is kernels.tokens[-1]
     assert window.fused
 
 

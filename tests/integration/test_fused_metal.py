@@ -80,7 +80,7 @@ def test_a_kernel_that_does_not_compile_is_deferred_with_a_warning(mac, monkeypa
     with pytest.raises(kvstow.UnsupportedModel, match="Unable to build metal library"):
         kvstow.attach(model, "turbo", fetch="fused")
     monkeypatch.setattr(fused, "why_not_unasked", str)
-    with pytest.warns(kvstow.KvstowWarning, match="attention is deferred instead"):
+    with pytest.warns(kvstow.KvstowWarning, match="slower operations are instead"):
         report = kvstow.attach(model, "turbo")
     assert report.fetch == "deferred"
     kvstow.detach(model)

@@ -96,13 +96,14 @@ extern "C" void codes(const float* edges, const float* x, int n, float divisor, 
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
-    Options: starts, lengths (int32), sinks (float32), window, chunk, shares, device, and
+    Options: starts, lengths (int32), sinks (float32), window, chunk, shares, device, exact, and
     plan, which is `plan_decode` unless given.
     """
     b, hq, n_queries, d = queries.shape
     h, capacity = planes[0].shape[1:3]
     ragged = options.get("lengths") is not None
-    shape = Shape(b, hq, h, n_queries, d, capacity, ragged)
+    exact = options.get("exact", (None, None))
+    shape = Shape(b, hq, h, n_queries, d, capacity, ragged, "exact" in options)
     # One with little shared memory gets kernels of few warps, which is less to emulate.
     device = options.get("device", Device(86, 1))
     plan = options.get("plan", plan_decode)(shape, widths, "float32", device)
@@ -119,7 +120,7 @@ def attend(queries, planes, widths, folder, **options):
     arrivals = np.zeros(b * h * plan.row_blocks, np.int32)
     arrays = [*planes, queries, CENTROIDS[widths[1]], SIGNS[d].astype(np.int8)]
     arrays += [options.get(name) for name in ("sinks", "starts", "lengths")]
-    arrays += [output, sums, weights, arrivals]
+    arrays += [output, sums, weights, arrivals, *exact, BOUNDARIES[widths[1]]]
     sizes = b, h, plan.group, n_queries, capacity, capacity, plan.row_blocks
     counts = *sizes, n_splits, chunk, options.get("window", 0)
     args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))

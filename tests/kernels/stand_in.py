@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstow.attention import fused, parity, selfcheck
+from kvstow.attention import arrival, fused, parity, selfcheck
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
@@ -37,6 +37,7 @@ class StandIn:
     attended: list[Attended] = field(default_factory=list)
     encoded: list[tuple] = field(default_factory=list)
     appended: list[tuple] = field(default_factory=list)  # shapes and positions
+    stored: list[tuple] = field(default_factory=list)  # the same, of what attention appends
     error: BaseException | None = None  # of every call
     attention_off: float = 0.0  # added to every output
     tokens: list[mx.array] = field(default_factory=list)  # that appends have returned
@@ -96,6 +97,9 @@ class StandIn:
     def encode(self, keys, values, scheme):
         self.raise_if_told()
         self.encoded.append((keys.shape, str(scheme)))
+        return self._encoded(keys, values, scheme)
+
+    def _encoded(self, keys, values, scheme):
         k = codec.encode_keys(keys, bits=scheme.key_bits, guard=True, search=scheme.search)
         v = codec.encode_values(values, bits=scheme.value_bits, guard=True, search=scheme.search)
         return (k._replace(scales=k.scales + 1), v) if self.bytes_off else (k, v)
@@ -107,8 +111,7 @@ class StandIn:
         """Write to the memory of the planes, at once: whoever shares it will see."""
         assert after is None or any(after is token for token in self.tokens)
         keys, values = exact
-        made = self.encode(keys, values, scheme)
-        self.encoded.pop()
+        made = self._encoded(keys, values, scheme)
         self.appended.append((keys.shape, position))
         mx.eval(planes, made)
         for plane, rows in zip(planes, (*made[0], *made[1]), strict=True):
@@ -119,6 +122,20 @@ class StandIn:
         self.tokens.append(mx.array([position]))
         return self.tokens[-1]
 
+    def append_and_attend(  # noqa: PLR0913  as `backend.append_and_attend`
+        self, queries, planes, tokens, scheme, scores, exact, *, after=None
+    ):
+        """Both, one after the other; the positions go to `stored`."""
+        longest = tokens.longest if isinstance(tokens, real.Rows) else tokens
+        assert queries.shape[2] == exact[0].shape[2] == 1
+        assert queries.dtype == exact[0].dtype
+        assert not scheme.search
+        five = (*planes[0], *planes[1])
+        there = self.append(five, longest - 1, exact, scheme, after=after)
+        self.appended.pop()
+        self.stored.append((exact[0].shape, longest - 1))
+        return self.attend(queries, planes, tokens, scheme, scores, after=there), there
+
     def raise_if_told(self):
         if self.error is not None:
             raise self.error
@@ -128,6 +145,7 @@ class StandIn:
         self.attended.clear()
         self.encoded.clear()
         self.appended.clear()
+        self.stored.clear()
 
 
 def new_process(monkeypatch):
@@ -148,7 +166,7 @@ def kernels(monkeypatch, tmp_path):
     """A GPU that is not there, with an empty cache directory."""
     stand_in = StandIn()
     monkeypatch.setenv("KVSTOW_CACHE", str(tmp_path / "cache"))
-    for module in (fused, parity, selfcheck):
+    for module in (arrival, fused, parity, selfcheck):
         monkeypatch.setattr(module, "kernels", stand_in)
     monkeypatch.setattr(fused, "why_no_device", str)
     new_process(monkeypatch)

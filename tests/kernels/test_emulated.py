@@ -124,6 +124,48 @@ def test_query_tokens_see_only_the_past_and_a_window(rng, tmp_path, step):
     check(rng, tmp_path, (5, 4), (64, *step), chunk=32, window=19)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "widths", "group", "options"),
+    [
+        (64, (8, 3), 4, {"shares": 1}),
+        (128, (8, 3), 3, {"shares": 40, "window": 40}),
+        (128, (2, 5), 40, {"shares": 7}),  # more query rows than a block takes
+        (256, (4, 8), 1, {}),
+        (512, (5, 4), 2, {"chunk": 32}),
+    ],
+)
+def test_the_last_token_of_each_row_is_stored_before_it_is_read(
+    rng, tmp_path, head_dim, widths, group, options
+):
+    planes, _ = make_planes(rng, head_dim, widths)
+    exact = [hard_rows(rng, head_dim) for _ in "kv"]
+    stored = (
+        *reference.encode_keys(exact[0], bits=widths[0], guard=True),
+        *reference.encode_values(exact[1], bits=widths[1], guard=True),
+    )
+    wanted = [plane.copy() for plane in planes]
+    for i, length in enumerate(LENGTHS):
+        for plane, token in zip(wanted, stored, strict=True) if length else ():
+            plane[i, :, length - 1] = token[i, :, 0]
+    rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
+    queries = rng.standard_normal((len(LENGTHS), 2 * group, 1, head_dim)).astype(np.float32)
+    got = emulated.attend(queries, planes, widths, tmp_path, exact=exact, **rows, **options)
+    for plane, expected in zip(planes, wanted, strict=True):
+        np.testing.assert_array_equal(plane, expected)
+    again = emulated.attend(queries, wanted, widths, tmp_path, **rows, **options)
+    np.testing.assert_array_equal(got, again)
+    assert np.isfinite(got[1:]).all()
+
+
+def hard_rows(rng, head_dim):
+    """A token of each row: ordinary, with an outlier, tiny, and one whose groups are guarded."""
+    x = rng.standard_normal((len(LENGTHS), 2, 1, head_dim))
+    x[1, :, :, 3] *= 30
+    x[2] *= 1e-7
+    x[3, 0] = 5.0
+    return x.astype(np.float32)
+
+
 @pytest.mark.parametrize("n_queries", [1, 3])
 def test_a_sink_takes_weight_and_has_no_value(rng, tmp_path, n_queries):
     sinks = (3 * rng.standard_normal(6)).astype(np.float32)

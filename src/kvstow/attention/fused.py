@@ -9,15 +9,14 @@ with the reason. Nothing here raises where that would not.
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from kvstow.attention import selfcheck
+from kvstow.attention.arrival import Exact
 from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.parity import say
@@ -112,18 +111,11 @@ def attend(
 ) -> mx.array:
     """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
     if not window.fused:
-        return attend_deferred(queries, window, scale=scale, mask=mask, sinks=sinks)
+        return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
     call = plan_call(queries, window, scale=scale, mask=mask, sinks=sinks)
     if isinstance(call, Call):
         try:
-            output = kernels.attend(
-                queries,
-                _aligned(window),
-                call.tokens,
-                window.scheme,
-                call.scores,
-                after=window.written,
-            )
+            output = _attended(queries, window, call)
         except Exception as error:
             call = "the kernel could not be called"
             _warn(f"{call}, attention is deferred instead: {say(error)}", once=call)
@@ -134,39 +126,37 @@ def attend(
     return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
 
+def _attended(queries: mx.array, window: PackedWindow, call: Call) -> mx.array:
+    arrival, given = window.arrival, (call.tokens, window.scheme, call.scores)
+    if arrival is None:
+        return kernels.attend(queries, _aligned(window), *given)
+    planes = window.keys, window.values
+    if (exact := _to_store(queries, window, call)) is None:
+        return kernels.attend(queries, planes, *given, after=arrival.there())
+    output, there = kernels.append_and_attend(queries, planes, *given, exact, after=arrival.after)
+    arrival.encoded(there)
+    return output
+
+
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
     """Both in one launch, the bytes of `codec.reference`; None where the kernel cannot."""
     if why_no_device() or not _are_alike(keys, values) or _why_not_encoded(scheme, keys):
         return None
-    return _called(lambda: kernels.encode(keys, values, scheme))
-
-
-def append(
-    scheme: Turbo,
-    planes: tuple[mx.array, ...],
-    position: int,
-    exact: tuple[mx.array, mx.array],
-    *,
-    after: mx.array | None = None,
-) -> mx.array | None:
-    """Both encoded into the memory of planes; None where the kernel cannot.
-
-    Args:
-        scheme: What to store.
-        planes: The five of them ``(b, h, capacity, *)``, contiguous; nobody else has a handle.
-        position: Where in the capacity the first token comes to be.
-        exact: Keys and values ``(b, h, t, d)``.
-        after: What was returned for tokens that are being written still.
-
-    Returns:
-        An array that is there once the tokens are, these and those of `after`.
-    """
-    keys, values = exact
-    if not can_append() or not _are_alike(keys, values):
+    try:
+        return kernels.encode(keys, values, scheme)
+    except Exception as error:
+        what = "the encoding kernel could not be called"
+        _warn(f"{what}: {say(error)}", once=what)
         return None
-    if _why_not_encoded(scheme, keys, append=True):
-        return None
-    return _called(lambda: kernels.append(planes, position, exact, scheme, after=after))
+
+
+def appends(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
+    """Whether kernels can encode both into the memory of planes, see `arrival`."""
+    return (
+        can_append()
+        and _are_alike(keys, values)
+        and not _why_not_encoded(scheme, keys, append=True)
+    )
 
 
 def _are_alike(keys: mx.array, values: mx.array) -> bool:
@@ -181,18 +171,6 @@ def _are_alike(keys: mx.array, values: mx.array) -> bool:
 def _why_not_encoded(scheme: Turbo, keys: mx.array, *, append: bool = False) -> str:
     about = *scheme.widths, keys.shape[-1], dtype_name(keys.dtype), scheme.search
     return _why_unchecked(_encode_task(*about, append))
-
-
-_Made = TypeVar("_Made")
-
-
-def _called(encode: Callable[[], _Made]) -> _Made | None:
-    try:
-        return encode()
-    except Exception as error:
-        what = "the encoding kernel could not be called"
-        _warn(f"{what}: {say(error)}", once=what)
-        return None
 
 
 def plan_call(
@@ -229,6 +207,22 @@ def plan_call(
     return Call(kernels.Rows(starts, _lengths(b, sight.n_tokens), sight.n_tokens), scores)
 
 
+def _to_store(queries: mx.array, window: PackedWindow, call: Call) -> Exact | None:
+    """The last token of each row, where a step of one query token can store it as it attends."""
+    arrival, tokens = window.arrival, call.tokens
+    if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
+        return None
+    (_, hq, n_queries, d), (_, h, n, _) = queries.shape, exact[0].shape
+    ragged = isinstance(tokens, kernels.Rows)
+    n_tokens = tokens.longest if isinstance(tokens, kernels.Rows) else tokens
+    is_last = n_queries == n == 1 and arrival.position == n_tokens - 1
+    if not is_last or exact[0].dtype != queries.dtype:
+        return None
+    about = *window.scheme.widths, d, dtype_name(queries.dtype), hq // h, 1
+    task = _attend_task(*about, ragged, call.scores.sinks is not None, appends=True)
+    return None if _why_unchecked(task) else exact
+
+
 def _why_no_prompt(task: PrefillTask, n_queries: int, window: PackedWindow) -> str:
     if not has_kernel(task):
         return f"more than {MOST_STEP_TOKENS} query tokens"
@@ -257,7 +251,10 @@ def _why_unchecked(task: Task) -> str:
 
 
 def _aligned(window: PackedWindow) -> Planes:
-    """The whole planes, with room for a multiple of tokens; nobody reads what is added."""
+    """The whole planes, with room for a multiple of tokens; nobody reads what is added.
+
+    Those of a window with an arrival have it: it was `align`ed.
+    """
     capacity = int(window.keys.scales.shape[2])
     if more := -capacity % ALIGNED_TOKENS:
         pad = [(0, 0), (0, 0), (0, more), (0, 0)]

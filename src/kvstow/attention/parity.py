@@ -1,6 +1,5 @@
 """What a kernel computes against the definition, on a small input of every kind."""
 
-import copy
 from itertools import product
 
 import mlx.core as mx
@@ -47,8 +46,10 @@ def say(error: Exception) -> str:
 def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> str:
     scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
     starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
-    planes, poisoned = _planes(rng, scheme, d, starts)
     step = task if isinstance(task, AttendTask) else None
+    n_late = 1 if step and step.appends else 0
+    exact = _exact(rng, (len(starts), N_KV_HEADS, CAPACITY, d), task.dtype)
+    planes, poisoned = _planes(rng, scheme, exact, starts, N_TOKENS - n_late)
     group, n_queries = (step.group, step.n_queries) if step else (PROMPT_HEADS, PROMPT_QUERIES)
     shape = (len(starts), N_KV_HEADS * group, n_queries, d)
     queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
@@ -60,7 +61,12 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
         if task.ragged:
             lengths = np.full(len(starts), n_tokens, np.int32)
             tokens = kernels.Rows(mx.array(starts), mx.array(lengths), n_tokens)
-        made = _floats(kernels.attend(queries, poisoned, tokens, scheme, scores))
+        given = queries, poisoned, tokens, scheme, scores
+        if n_late:
+            late = exact[0][:, :, n_tokens - 1 : n_tokens], exact[1][:, :, n_tokens - 1 : n_tokens]
+            made = _floats(kernels.append_and_attend(*given, late)[0])
+        else:
+            made = _floats(kernels.attend(*given))
         with np.errstate(invalid="ignore"):  # a row without tokens
             want = reference.attend(
                 _floats(queries),
@@ -75,20 +81,43 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
         if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too
             said = f" with a window of {window}" if window else ""
             return f"attention{said} is off by {error:.1e}, allowed are {TOLERANCE[task.dtype]:.1e}"
+    return _of_last_token(planes, poisoned) if n_late else ""
+
+
+def _of_last_token(
+    planes: tuple[PackedKeys, PackedValues], stored: tuple[PackedKeys, PackedValues]
+) -> str:
+    """How what was stored of it differs."""
+    wanted, got = (*planes[0], *planes[1]), (*stored[0], *stored[1])
+    for name, plane, want in zip(PLANES, got, wanted, strict=True):
+        there = np.array(_other_handle(plane)).view(want.dtype)[:, :, N_TOKENS - 1]
+        if n_wrong := _n_different(there, want[:, :, N_TOKENS - 1]):
+            return f"{n_wrong} of {there.size} {name} of the last token differ"
     return ""
 
 
+def _exact(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str
+) -> tuple[mx.array, mx.array]:
+    """Keys and values; keys have a mean of their own in each dim."""
+    keys = rng.standard_normal(shape) + rng.standard_normal(shape[-1])
+    values = rng.standard_normal(shape)
+    made = [mx.array(x.astype(np.float32)).astype(getattr(mx, dtype)) for x in (keys, values)]
+    return made[0], made[1]
+
+
 def _planes(
-    rng: np.random.Generator, scheme: Turbo, d: int, starts: np.ndarray
+    rng: np.random.Generator,
+    scheme: Turbo,
+    exact: tuple[mx.array, mx.array],
+    starts: np.ndarray,
+    n_stored: int,
 ) -> tuple[tuple[PackedKeys, PackedValues], tuple[PackedKeys, PackedValues]]:
-    """Planes in numpy, and in MLX with noise outside the rows."""
-    shape = (len(starts), N_KV_HEADS, CAPACITY, d)
-    x = (rng.standard_normal(shape) + rng.standard_normal(d)).astype(np.float32)
-    y = rng.standard_normal(shape).astype(np.float32)
-    keys = codec.encode_keys(x, bits=scheme.key_bits, guard=True)
-    values = codec.encode_values(y, bits=scheme.value_bits, guard=True)
+    """Planes in numpy; in MLX with noise outside the rows, and so many tokens in them."""
+    keys = codec.encode_keys(_floats(exact[0]), bits=scheme.key_bits, guard=True)
+    values = codec.encode_values(_floats(exact[1]), bits=scheme.value_bits, guard=True)
     at = np.arange(CAPACITY)
-    inside = ((at >= starts[:, None]) & (at < N_TOKENS))[:, None, :, None]
+    inside = ((at >= starts[:, None]) & (at < n_stored))[:, None, :, None]
 
     def poisoned(plane: np.ndarray) -> mx.array:
         noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)
@@ -155,15 +184,20 @@ def _appended(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKe
         mx.contiguous(mx.full((*lead, POSITION + n + ROOM, width), OTHERS, dtype))
         for (*lead, _, width), dtype in zip(shapes, dtypes, strict=True)
     )
-    handles = planes[0].view(mx.uint8), *map(copy.copy, planes[1:])
+    handles = tuple(map(_other_handle, planes))
     mx.eval(planes, handles)
     written = None
     for part in (slice(0, 5), slice(5, n)):
         exact = keys[:, :, part], values[:, :, part]
         written = kernels.append(planes, POSITION + part.start, exact, scheme, after=written)
     mx.eval(written)
-    codes = handles[0].view(planes[0].dtype)
-    return PackedKeys(codes, *handles[1:3]), PackedValues(*handles[3:])
+    made = [handle.view(plane.dtype) for handle, plane in zip(handles, planes, strict=True)]
+    return PackedKeys(*made[:3]), PackedValues(*made[3:])
+
+
+def _other_handle(plane: mx.array) -> mx.array:
+    """Of the same memory, as a batch of rows has them of key codes."""
+    return plane.view(mx.uint8 if plane.dtype.size == 1 else mx.uint16)
 
 
 def _vectors(rng: np.random.Generator, d: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Outcome:
     @property
     def warning(self) -> str:
         """What a user should know of a failure."""
-        return f"a fused kernel is not used, attention is deferred instead: {self.why}"
+        return f"a fused kernel is not used, slower operations are instead: {self.why}"
 
 
 _outcomes: dict[Task, Outcome] = {}

@@ -39,12 +39,14 @@ class AttendTask(_Stored):
         n_queries: Query tokens.
         ragged: Whether rows begin at tokens of their own.
         sinks: Whether there are attention sinks.
+        appends: Whether each row's last token is stored first.
     """
 
     group: int
     n_queries: int
     ragged: bool
     sinks: bool = False
+    appends: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled: other tasks may share it.
@@ -53,7 +55,8 @@ class AttendTask(_Stored):
             ValueError: If nothing does it.
         """
         rows, dtype = self.group * self.n_queries, _dtype(self.dtype)
-        kernel = device.decode_kernel(self.widths, self.head_dim, dtype, rows)
+        stored = self.widths, self.head_dim, dtype
+        kernel = device.decode_kernel(*stored, rows, appends=self.appends)
         return kernel.name + _suffixes(self)
 
 

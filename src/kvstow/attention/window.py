@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
-
+from kvstow.attention.arrival import Arrival
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
 
@@ -16,8 +15,8 @@ class PackedWindow:
 
     `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
     first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
-    see `fused.attend`; `mlx.attend` does not read it. Nothing may be read before `written` is
-    there, where it is given: kernels wait for it by themselves, others call `settled`.
+    see `fused.attend`; `mlx.attend` does not read it. The last tokens may still be on their
+    way, as `arrival`: kernels wait for it by themselves, others call `settled`.
     """
 
     keys: PackedKeys
@@ -25,14 +24,14 @@ class PackedWindow:
     n_tokens: int
     scheme: Turbo
     fused: bool = False
-    written: mx.array | None = None
+    arrival: Arrival | None = None
 
     def settled(self) -> "PackedWindow":
         """The window once it may be read by anyone; waits for that."""
-        if self.written is None:
+        if self.arrival is None:
             return self
-        mx.eval(self.written)
-        return replace(self, written=None)
+        self.arrival.wait()
+        return replace(self, arrival=None)
 
     @property
     def head_dim(self) -> int:

@@ -22,6 +22,9 @@ _POINTERS = (
     "sums",
     "weights",
     "arrivals",
+    "new_keys",
+    "new_values",
+    "boundaries",
 )
 DECODE_COUNTS = (
     "batch",

@@ -13,7 +13,17 @@ from kvstow.kernels.metal_plan import MetalDevice
 from kvstow.kernels.plan import Device
 from kvstow.scheme import Turbo
 
-__all__ = ["Rows", "Scores", "append", "attend", "can_append", "device", "encode", "name"]
+__all__ = [
+    "Rows",
+    "Scores",
+    "append",
+    "append_and_attend",
+    "attend",
+    "can_append",
+    "device",
+    "encode",
+    "name",
+]
 
 _MODULES = {"cuda": cuda_mlx, "metal": metal_mlx}
 
@@ -63,6 +73,36 @@ def attend(
     options = {} if after is None else {"after": after}
     output: mx.array = _module().attend(queries, planes, tokens, scheme, scores, **options)
     return output
+
+
+def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
+    queries: mx.array,
+    planes: tuple[PackedKeys, PackedValues],
+    tokens: int | Rows,
+    scheme: Turbo,
+    scores: Scores,
+    exact: tuple[mx.array, mx.array],
+    *,
+    after: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Both `append` and `attend` by one launch, for a token of each row.
+
+    Args:
+        queries: ``(b, hq, 1, d)``, of the last token of each row.
+        planes: As those of `append`.
+        tokens: As those of `attend`, the last one of each row included.
+        scheme: Widths to encode with; it does not search.
+        scores: How the scores become weights.
+        exact: Keys and values ``(b, h, 1, d)`` of that token, of the dtype of the queries.
+        after: What `append` or this returned for tokens that are being written still.
+
+    Returns:
+        What `attend` does, and what `append` does.
+
+    Raises:
+        ValueError: As `attend`; or if the exact token is none such.
+    """
+    return cuda_mlx.append_and_attend(queries, planes, tokens, scheme, scores, exact, after=after)
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:

@@ -101,14 +101,23 @@ class MetalDevice:
     """A GPU of Apple. All of them take the same kernels."""
 
     def decode_kernel(
-        self, widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int
+        self,
+        widths: tuple[int, int],
+        head_dim: int,
+        dtype: Dtype,
+        n_rows: int,
+        *,
+        appends: bool = False,
     ) -> MetalDecodeKernel:
         """What attends `n_rows` query rows of a KV head.
 
         Raises:
             SchemeError: If a width has no encoding.
             UnsupportedModel: If `head_dim` has none.
+            ValueError: If it is to append.
         """
+        if appends:
+            raise ValueError("no kernel for Metal stores tokens before it attends")
         key_bits, value_bits = widths
         check_keys(key_bits, head_dim)
         check_values(value_bits, head_dim)

@@ -51,12 +51,50 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
+    return _attended(queries, planes, tokens, scheme, scores, after, ())[0]
+
+
+def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
+    queries: mx.array,
+    planes: tuple[PackedKeys, PackedValues],
+    tokens: int | Rows,
+    scheme: Turbo,
+    scores: Scores,
+    exact: tuple[mx.array, mx.array],
+    *,
+    after: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """See `backend.append_and_attend`.
+
+    Raises:
+        ValueError: As `attend`; or if the exact token is none such.
+    """
+    (b, _, n, d), h = queries.shape, planes[0].codes.shape[1]
+    check_alike(*exact)
+    if n != 1 or exact[0].shape != (b, h, 1, d) or exact[0].dtype != queries.dtype or scheme.search:
+        raise ValueError(
+            f"a step stores a token ({b}, {h}, 1, {d}) of each row under a scheme that does not "
+            f"search, got {exact[0].shape} and {n} query tokens under {scheme}"
+        )
+    output, _, weights = _attended(queries, planes, tokens, scheme, scores, after, exact)
+    return output, weights
+
+
+def _attended(  # noqa: PLR0913  the same
+    queries: mx.array,
+    planes: tuple[PackedKeys, PackedValues],
+    tokens: int | Rows,
+    scheme: Turbo,
+    scores: Scores,
+    after: mx.array | None,
+    exact: tuple[mx.array, ...],
+) -> list[mx.array]:
     ragged, sinks = isinstance(tokens, Rows), sink_arrays(scores)
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
-    sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens, ragged
-    options = scores.window, scores.scale, bool(sinks)
+    sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
+    options = ragged, bool(exact), bool(sinks), scores.window, scores.scale
     made = _prepare(sizes, scheme.widths, dtype_of(queries), options)
-    output: mx.array = made.kernel(
+    outputs: list[mx.array] = made.kernel(
         inputs=[
             *planes[0],
             *planes[1],
@@ -67,11 +105,13 @@ def attend(
             _nothing() if after is None else after,
             *row_arrays(tokens),
             *sinks,
+            *exact,
+            *([boundaries(scheme.value_bits)] if exact else []),
         ],
         output_dtypes=[queries.dtype, mx.float32, mx.float32],
         **made.launch,
-    )[0]
-    return output
+    )
+    return outputs
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
@@ -172,27 +212,27 @@ class _Prepared:
 
 @lru_cache(maxsize=256)
 def _prepare(
-    sizes: tuple[tuple[int, ...], tuple[int, int], int, bool],
+    sizes: tuple[tuple[int, ...], tuple[int, int], int],
     widths: tuple[int, int],
     dtype: Dtype,
-    options: tuple[int, float, bool],
+    options: tuple[bool, bool, bool, int, float],
 ) -> _Prepared:
     """How a call is launched.
 
     Args:
-        sizes: Shape of the queries; KV heads and capacity; tokens of the longest row; whether
-            rows differ.
+        sizes: Shape of the queries; KV heads and capacity; tokens of the longest row.
         widths: Of a key code and a value code.
         dtype: Of the queries.
-        options: The window, the scale, and whether there are sinks.
+        options: Whether rows differ, the last tokens are stored, and there are sinks; the
+            window and the scale.
 
     Raises:
         ValueError: If the capacity is not a multiple of 8, or there are more tokens than it.
     """
-    (b, hq, n_queries, d), (h, capacity), n_tokens, ragged = sizes
-    window, scale, with_sinks = options
+    (b, hq, n_queries, d), (h, capacity), n_tokens = sizes
+    ragged, appends, with_sinks, window, scale = options
     check_tokens(n_tokens, capacity)
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged)
+    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, appends=appends)
     plan = plan_attention(shape, widths, dtype, device())
     n_rows = b * hq * n_queries if plan.writes_parts else 1
     return _Prepared(

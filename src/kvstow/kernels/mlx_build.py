@@ -26,10 +26,13 @@ def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sin
     """Takes planes, queries, centroids, signs, arrivals, counts, written; then rows, then sinks.
 
     Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights. What
-    `written` holds is not read: MLX waits for who makes it.
+    `written` holds is not read: MLX waits for who makes it. One that appends takes keys, values and
+    boundaries at the end, and writes to the memory of planes, which are inputs all the same.
     """
     names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "counts", "written"]
     given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
+    appends = isinstance(kernel, DecodeKernel) and kernel.appends
+    appended = ["new_keys", "new_values", "boundaries"] if appends else []
     n = len(DECODE_COUNTS)
     gathered = [
         *_counts(DECODE_COUNTS),
@@ -40,10 +43,10 @@ def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sin
             for name in ("starts", "lengths", "sinks")
             if name not in given
         ),
-        *_pointers([*given, *_PLANES, "queries", "centroids", "signs", "arrivals"]),
+        *_pointers([*given, *appended, *_PLANES, "queries", "centroids", "signs", "arrivals"]),
     ]
-    name = "_".join([kernel.name, *given])
-    return _made(kernel, name, [*names, *given], ["output", "sums", "weights"], gathered)
+    name, inputs = "_".join([kernel.name, *given]), [*names, *given, *appended]
+    return _made(kernel, name, inputs, ["output", "sums", "weights"], gathered)
 
 
 @cache

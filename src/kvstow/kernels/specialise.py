@@ -53,6 +53,7 @@ class DecodeKernel:
         warps: Of a block.
         stages: Tiles that a warp holds at once.
         tile: Tokens of a tile.
+        appends: Whether it stores each row's last token before it reads it, for one query token.
     """
 
     head_dim: int
@@ -63,6 +64,7 @@ class DecodeKernel:
     warps: int
     stages: int
     tile: int
+    appends: bool = False
 
     file_name = "decode_attention.cuh"
 
@@ -71,7 +73,7 @@ class DecodeKernel:
         """A C identifier, one for each specialisation."""
         return (
             f"kvstow_decode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}"
-            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}"
+            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}{'_append' * self.appends}"
         )
 
     @property
@@ -144,7 +146,8 @@ class DecodeKernel:
     def call(self, args: str, shared: str) -> str:
         """The C++ expression that does its work."""
         dtype = f"kvstow::{self.dtype.upper()}"
-        return f"kvstow::decode_attention<{self.shape}, {dtype}>({args}, {shared})"
+        types = f"{self.shape}, {dtype}, {str(self.appends).lower()}"
+        return f"kvstow::decode_attention<{types}>({args}, {shared})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,13 @@ Kernel = DecodeKernel | EncodeKernel
 
 
 def decode_kernel(
-    widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int, shared_limit: int
+    widths: tuple[int, int],
+    head_dim: int,
+    dtype: Dtype,
+    n_rows: int,
+    shared_limit: int,
+    *,
+    appends: bool = False,
 ) -> DecodeKernel:
     """The kernel for a shape, with the most rows that fit, and then the best launch.
 
@@ -219,6 +228,7 @@ def decode_kernel(
         dtype: Of the queries.
         n_rows: Query rows of one KV head; beyond what a block takes there are more blocks.
         shared_limit: Bytes of shared memory that a block may have.
+        appends: See `DecodeKernel`.
 
     Raises:
         SchemeError: If a width has no encoding.
@@ -226,12 +236,13 @@ def decode_kernel(
         ValueError: If not even the smallest launch fits.
     """
     key_bits, value_bits = widths
+    stored = head_dim, key_bits, value_bits, dtype
     check_keys(key_bits, head_dim)
     check_values(value_bits, head_dim)
     most = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
     for quads in sorted((n for n in ROW_QUADS if n <= most), reverse=True):
         for warps, stages, tile in LAUNCHES:
-            kernel = DecodeKernel(head_dim, key_bits, value_bits, dtype, quads, warps, stages, tile)
+            kernel = DecodeKernel(*stored, quads, warps, stages, tile, appends)
             if kernel.is_possible and kernel.shared_bytes <= shared_limit:
                 return kernel
     raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")

@@ -99,7 +99,7 @@ class PackedKVCache(Single):
         """The stored planes, not decoded."""
         store = self._store
         return PackedWindow(
-            *store.allocated(), store.offset, self.scheme, fused=self.fused, written=store.written
+            *store.allocated(), store.offset, self.scheme, fused=self.fused, arrival=store.arrival
         )
 
     @property

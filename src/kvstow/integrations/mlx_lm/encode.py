@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from kvstow.attention import fused as kernels
+from kvstow.attention.arrival import Arrival
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
@@ -19,14 +20,14 @@ class Writable(Protocol):
         """Where in the capacity the next token comes to be."""
 
     @property
-    def written(self) -> Any:
-        """An array that is there once all that was written is; None: it is."""
+    def arrival(self) -> Arrival | None:
+        """Tokens that are on their way."""
 
     def writable(self, n_tokens: int) -> tuple[Any, ...]:
         """The planes, where so many more may be written; else ``()``."""
 
-    def wrote(self, n_tokens: int, written: Any) -> None:
-        """So many come to be there, as soon as `written` is."""
+    def expect(self, n_tokens: int, arrival: Arrival) -> None:
+        """So many are on their way."""
 
 
 def encode(
@@ -46,17 +47,15 @@ def encode(
 
 
 def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.array) -> bool:
-    """Encode ``(b, h, t, d)`` straight into a store's planes, where a kernel can; else False.
+    """Have ``(b, h, t, d)`` encoded straight into a store's planes, where a kernel can; else False.
 
-    One launch, where arrays would be made anew and copied into the planes one by one.
+    One launch at most, where arrays would be made anew and copied into the planes one by one.
     """
-    planes = store.writable(keys.shape[2])
-    if not planes:
+    n_tokens = keys.shape[2]
+    planes = store.writable(n_tokens)
+    if not planes or not kernels.appends(scheme, keys, values):
         return False
-    written = kernels.append(scheme, planes, store.end, (keys, values), after=store.written)
-    if written is None:
-        return False
-    store.wrote(keys.shape[2], written)
+    store.expect(n_tokens, Arrival(scheme, planes, store.end, (keys, values), before=store.arrival))
     return True
 
 

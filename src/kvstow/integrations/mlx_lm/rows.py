@@ -18,6 +18,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
+from kvstow.attention.arrival import Arrival
 from kvstow.attention.fused import ALIGNED_TOKENS
 from kvstow.attention.masks import Sight
 from kvstow.attention.window import PackedWindow
@@ -226,14 +227,14 @@ class PackedRows(Rows):
         return int(self._caches[0]._idx)
 
     @property
-    def written(self) -> mx.array | None:
-        """See `OwnPlanes.written`."""
-        written: mx.array | None = self._own.written
-        return written
+    def arrival(self) -> Arrival | None:
+        """See `OwnPlanes.arrival`."""
+        arrival: Arrival | None = self._own.arrival
+        return arrival
 
-    def wrote(self, n_tokens: int, written: mx.array) -> None:
-        """See `PackedStore.wrote`."""
-        self._own.written = written
+    def expect(self, n_tokens: int, arrival: Arrival) -> None:
+        """See `PackedStore.expect`."""
+        self._own.arrival = arrival
         for cache in self._caches:
             cache._idx += n_tokens
 
@@ -263,7 +264,7 @@ class PackedRows(Rows):
             own.put((*keys, *values), shared=own.is_shared)
         is_batch = isinstance(first, BatchKVCache)
         n_tokens = first._idx if is_batch else int(first.keys_and_values()[0].shape[2])
-        return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.written)
+        return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.arrival)
 
     def _let_go(self) -> None:
         """Have the caches alone hold what is stored, all of it there."""

@@ -93,6 +93,8 @@ struct DecodeArgs {
   float* sums;               // [b * hq * l, n_splits, d] not normalised, in the rotated domain
   float* weights;            // [b * hq * l, n_splits, 2] greatest score in powers of 2, sum of weights
   int* arrivals;             // [b * h * row_blocks] zeros, left at zero; unused with one split
+  const void *new_keys, *new_values;  // [b, h, 1, d] each row's last token, where the kernel is to store it
+  const float* boundaries;   // [2^value_bits - 1], for that
   int batch, n_kv_heads, group, n_queries, capacity;
   int length;                // of every row, or of the longest
   int row_blocks;            // blocks of ROWS that the group * l rows of a KV head take
