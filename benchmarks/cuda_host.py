@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +140,9 @@ class DecodeCall:
         exact = options.get("exact") or (None, None)
         n_tokens = int(lengths.max()) if lengths is not None else capacity
         kind = lengths is not None, "exact" in options
-        shape, dtype = Shape(b, hq, h, n_queries, d, n_tokens, *kind), dtype_of(queries)
-        self.plan: AttentionPlan = plan_attention(shape, scheme.widths, dtype, host.device)
-        chunk = options.get("chunk") or self.plan.chunk
-        n_splits = max(1, -(-n_tokens // chunk))
-        self._grid = (n_splits, *self.plan.grid[1:])
-        if shape.ragged and isinstance(self.plan.kernel, DecodeKernel):
-            n_shares = options.get("shares") or host.device.n_processors
-            self.plan = in_shares(shape, self.plan.kernel, n_shares, chunk)
-            n_splits, self._grid = self.plan.n_splits, self.plan.grid
+        shape = Shape(b, hq, h, n_queries, d, n_tokens, *kind)
+        self.plan = planned(shape, scheme.widths, dtype_of(queries), host.device, options)
+        n_splits, chunk = self.plan.n_splits, self.plan.chunk
         self._host = host
         rows, nan = b * hq * n_queries, math.nan
         self.output = torch.full_like(queries, nan)
@@ -169,8 +164,21 @@ class DecodeCall:
 
     def run(self) -> Any:
         """Launch it; returns the output."""
-        self._host.launch(self.plan.kernel, self._grid, self._args)
+        self._host.launch(self.plan.kernel, self.plan.grid, self._args)
         return self.output
+
+
+def planned(
+    shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Device, options: dict[str, Any]
+) -> AttentionPlan:
+    """The launch of a call, with another chunk or number of shares if `options` say so."""
+    plan = plan_attention(shape, widths, dtype, device)
+    chunk = options.get("chunk") or plan.chunk
+    if shape.ragged and isinstance(plan.kernel, DecodeKernel):
+        n_shares = options.get("shares") or device.n_processors
+        return in_shares(shape, plan.kernel, n_shares, chunk)
+    n_splits = max(1, -(-shape.n_tokens // chunk))
+    return replace(plan, chunk=chunk, n_splits=n_splits, grid=(n_splits, *plan.grid[1:]))
 
 
 def _write_unused(sums: Any, lengths: Any, starts: Any) -> None:

@@ -182,9 +182,26 @@ def test_many_calls_at_once_do_not_disturb_each_other(rng):
     assert all(mx.array_equal(call, calls[0]) for call in calls[1:])
 
 
+def appended(given, planes, at, exact, after):
+    """By a launch of its own, and then attended to."""
+    queries, scheme, scores = given
+    written = kernels.append(planes, at, exact, scheme, after=after)
+    pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
+    seen = at + exact[0].shape[2]
+    return kernels.attend(queries, pair, seen, scheme, scores, after=written), written
+
+
+def appended_as_attended(given, planes, at, exact, after):
+    queries, scheme, scores = given
+    pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
+    return kernels.append_and_attend(queries, pair, at + 1, scheme, scores, exact, after=after)
+
+
 @pytest.mark.skipif(not kernels.can_append(), reason="only CUDA's kernels append")
-@pytest.mark.parametrize("step", [1, 3])
-def test_attention_sees_what_was_appended_in_its_own_graph(rng, step):
+@pytest.mark.parametrize(
+    ("step", "append"), [(1, appended), (3, appended), (1, appended_as_attended)]
+)
+def test_attention_sees_what_was_appended_in_its_own_graph(rng, step, append):
     """Nothing is computed before the end, so all launches are in one graph of MLX's."""
     scheme, n, start = Turbo(8, 3), 30, 5
     x, y = (mx.array(rng.standard_normal((2, 2, n, 64)).astype(np.float32)) for _ in "kv")
@@ -197,10 +214,8 @@ def test_attention_sees_what_was_appended_in_its_own_graph(rng, step):
     made, written, scores = [], None, kernels.Scores(0.125)
     for at in range(start, n, step):
         exact = x[:, :, at : at + step], y[:, :, at : at + step]
-        written = kernels.append(planes, at, exact, scheme, after=written)
-        pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
-        seen = min(at + step, n)
-        made.append((seen, kernels.attend(queries, pair, seen, scheme, scores, after=written)))
+        output, written = append((queries, scheme, scores), planes, at, exact, written)
+        made.append((min(at + step, n), output))
     mx.eval([output for _, output in made])
     for plane, wanted in zip(planes, whole, strict=True):
         assert mx.array_equal(plane[:, :, :n], wanted, equal_nan=True)

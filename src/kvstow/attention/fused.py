@@ -47,10 +47,12 @@ class Call:
     Attributes:
         tokens: How many of the planes' tokens are data, or the rows of a ragged batch.
         scores: Scale, window and sinks.
+        exact: Keys and values of each row's last token, if the kernel is to store it.
     """
 
     tokens: int | kernels.Rows
     scores: kernels.Scores
+    exact: Exact | None = None
 
 
 # Making a value of a frozen dataclass takes longer than finding one: see `kernels.calls`.
@@ -131,9 +133,11 @@ def _attended(queries: mx.array, window: PackedWindow, call: Call) -> mx.array:
     if arrival is None:
         return kernels.attend(queries, _aligned(window), *given)
     planes = window.keys, window.values
-    if (exact := _to_store(queries, window, call)) is None:
+    if call.exact is None:
         return kernels.attend(queries, planes, *given, after=arrival.there())
-    output, there = kernels.append_and_attend(queries, planes, *given, exact, after=arrival.after)
+    output, there = kernels.append_and_attend(
+        queries, planes, *given, call.exact, after=arrival.after
+    )
     arrival.encoded(there)
     return output
 
@@ -193,34 +197,40 @@ def plan_call(
         return "a mask that says more than where rows and windows begin"
     about = *window.scheme.widths, d, dtype_name(queries.dtype)
     kind = sight.starts is not None, sinks is not None
-    task: Task = _attend_task(*about, hq // h, n_queries, *kind)
-    if n_queries > MOST_STEP_TOKENS:
-        task = _prefill_task(*about, *kind)
-        if why := _why_no_prompt(task, n_queries, window):
-            return why
-    if why := _why_unchecked(task):
+    exact = _to_store(queries, window, sight.n_tokens)
+    if exact and _why_unchecked(_attend_task(*about, hq // h, 1, *kind, appends=True)):
+        exact = None
+    if not exact and (why := _why_no_kernel(queries, window, about, kind)):
         return why
     scores = _scored(float(scale), sight.window, sinks)
     if sight.starts is None:
-        return Call(sight.n_tokens, scores)
-    starts = sight.starts.astype(mx.int32)
-    return Call(kernels.Rows(starts, _lengths(b, sight.n_tokens), sight.n_tokens), scores)
+        return Call(sight.n_tokens, scores, exact)
+    starts, n_tokens = sight.starts.astype(mx.int32), sight.n_tokens
+    return Call(kernels.Rows(starts, _lengths(b, n_tokens), n_tokens), scores, exact)
 
 
-def _to_store(queries: mx.array, window: PackedWindow, call: Call) -> Exact | None:
+def _to_store(queries: mx.array, window: PackedWindow, n_tokens: int) -> Exact | None:
     """The last token of each row, where a step of one query token can store it as it attends."""
-    arrival, tokens = window.arrival, call.tokens
+    arrival = window.arrival
     if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
         return None
-    (_, hq, n_queries, d), (_, h, n, _) = queries.shape, exact[0].shape
-    ragged = isinstance(tokens, kernels.Rows)
-    n_tokens = tokens.longest if isinstance(tokens, kernels.Rows) else tokens
-    is_last = n_queries == n == 1 and arrival.position == n_tokens - 1
-    if not is_last or exact[0].dtype != queries.dtype:
-        return None
-    about = *window.scheme.widths, d, dtype_name(queries.dtype), hq // h, 1
-    task = _attend_task(*about, ragged, call.scores.sinks is not None, appends=True)
-    return None if _why_unchecked(task) else exact
+    keys = exact[0]
+    is_step = queries.shape[2] == keys.shape[2] == 1 and arrival.position == n_tokens - 1
+    return exact if is_step and keys.dtype == queries.dtype else None
+
+
+def _why_no_kernel(
+    queries: mx.array,
+    window: PackedWindow,
+    about: tuple[int, int, int, str],
+    kind: tuple[bool, bool],
+) -> str:
+    n_queries = queries.shape[2]
+    if n_queries <= MOST_STEP_TOKENS:
+        group = queries.shape[1] // window.keys.scales.shape[1]
+        return _why_unchecked(_attend_task(*about, group, n_queries, *kind))
+    task = _prefill_task(*about, *kind)
+    return _why_no_prompt(task, n_queries, window) or _why_unchecked(task)
 
 
 def _why_no_prompt(task: PrefillTask, n_queries: int, window: PackedWindow) -> str:

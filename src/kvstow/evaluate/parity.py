@@ -6,7 +6,7 @@ what comes out is remembered as their self-check.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import mlx.core as mx
@@ -69,10 +69,12 @@ def sample() -> list[Task]:
     for i, (head_dim, pair) in enumerate(product(HEAD_DIMS, PAIRS)):
         dtype, several, searched = DTYPES[i % 3], i % 4 == 1, i % 2 == 0
         n_queries, ragged, sinks = 4 if several else 1, i % 2 == 1, i % 4 >= 2
-        tasks.append(AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged, sinks))
+        step = AttendTask(*pair, head_dim, dtype, 4, n_queries, ragged, sinks)
+        tasks.append(step)
         tasks.append(EncodeTask(*pair, head_dim, dtype, searched))
         if backend.can_append():
             tasks.append(EncodeTask(*pair, head_dim, dtype, searched, append=True))
+            tasks.append(replace(step, n_queries=1, appends=True))
         if head_dim in prefill.HEAD_DIMS and backend.name() == "cuda":
             tasks.append(PrefillTask(*pair, head_dim, dtype, several, sinks))
     return tasks

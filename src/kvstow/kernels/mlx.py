@@ -210,7 +210,8 @@ class _Prepared:
     n_blocks: int  # that wait for each other's splits
 
 
-@lru_cache(maxsize=256)
+# Few, since every step has counts of its own: the memory of those that go is used again.
+@lru_cache(maxsize=32)
 def _prepare(
     sizes: tuple[tuple[int, ...], tuple[int, int], int],
     widths: tuple[int, int],

@@ -5,7 +5,7 @@ need, by asking their self-check for one token at a time.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_lm.models import cache as host
@@ -155,10 +155,12 @@ def _failed(
     tasks: list[Task] = []
     for h in _of_layer(scheme, shape, heads):
         about, group = (h.key_bits, h.value_bits, h.head_dim, h.dtype), h.n_heads // h.n_kv_heads
-        tasks.append(AttendTask(*about, group, 1, ragged=False, sinks=h.sinks))
-        tasks.append(EncodeTask(*about, scheme.search))
+        step = AttendTask(*about, group, 1, ragged=False, sinks=h.sinks)
+        tasks += [step, EncodeTask(*about, scheme.search)]
         if fused.can_append():  # checked now, but nothing hangs on it: there is another way
             selfcheck.outcome(EncodeTask(*about, scheme.search, append=True))
+            if not scheme.search:
+                selfcheck.outcome(replace(step, appends=True))
     outcomes = map(selfcheck.outcome, tasks)
     return next((outcome for outcome in outcomes if not outcome.passed), None)
 
