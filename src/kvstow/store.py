@@ -31,17 +31,27 @@ class OwnPlanes:
     Attributes:
         arrays: The planes, or ``()``. They are replaced and never changed: MLX updates an array
             object in place, and others have these.
+        capacity: Tokens that they have room for.
         is_shared: Whether others may have handles of the memory, or are still to read from it
             what is to be overwritten.
         arrival: Tokens that are on their way into the memory, of which the array library knows
             nothing; it has `wait`. None: there are none.
     """
 
-    __slots__ = ("_pairs", "_xp", "arrays", "arrival", "is_contiguous", "is_shared")
+    __slots__ = (
+        "_pairs",
+        "_xp",
+        "arrays",
+        "arrival",
+        "capacity",
+        "is_contiguous",
+        "is_shared",
+    )
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         self.arrays: tuple[Any, ...] = ()
+        self.capacity = 0
         self.is_shared = True
         self.is_contiguous = False  # as far as known
         self.arrival: Any = None
@@ -50,6 +60,7 @@ class OwnPlanes:
     def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
         """Take other planes; nothing may be on its way into these."""
         self.arrays, self._pairs = tuple(arrays), None
+        self.capacity = int(self.arrays[0].shape[2]) if self.arrays else 0
         self.is_shared, self.is_contiguous = shared, False
 
     def settle(self) -> None:
@@ -86,8 +97,7 @@ class PackedStore:
     @property
     def capacity(self) -> int:
         """Tokens that fit before the planes grow."""
-        arrays = self._own.arrays
-        return int(arrays[0].shape[2]) if arrays else 0
+        return self._own.capacity
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +154,7 @@ class PackedStore:
         meanwhile is what was stored before, which stays as it is.
         """
         own = self._own
-        if own.is_shared or not self.offset or self.offset + n_tokens > self.capacity:
+        if own.is_shared or not self.offset or self.offset + n_tokens > own.capacity:
             return ()
         if not own.is_contiguous:
             own.make_contiguous()

@@ -352,7 +352,7 @@ def test_what_the_kernel_does_not_take_is_deferred_and_counted(kernels, n_querie
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("scale", [mx.array(0.125), 0.125, 1])
 def test_a_scale_is_a_number_for_the_kernel(scale):
-    call = fused.plan_call(mx.random.normal((1, 4, 1, 64)), window_of(), scale=scale, mask=None)
+    call = fused.plan_call(mx.random.normal((1, 4, 1, 64)), window_of(), scale, None)
     assert isinstance(call, fused.Call) == (not isinstance(scale, mx.array))
 
 
@@ -408,7 +408,7 @@ def test_a_kernel_that_fails_later_is_deferred_without_an_exception(kernels, as_
     messages = [str(w.message) for w in caught]
     assert sum("kernel could not be called" in m for m in messages) == (0 if as_error else 2)
     assert bool(messages) != as_error
-    assert not kernels.attended[2:]
+    assert all(call.longest > 100 for call in kernels.attended)  # self-checks
     assert "kernel" not in fused.counts()
     kvstow.detach(model)
 

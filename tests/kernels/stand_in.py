@@ -122,6 +122,15 @@ class StandIn:
         self.tokens.append(mx.array([position]))
         return self.tokens[-1]
 
+    def planned(self, _queries, _planes, tokens, scheme, scores, *, stores=False):
+        def call(queries, planes, exact=(), after=None):
+            given = queries, planes, tokens, scheme, scores
+            if stores:
+                return self.append_and_attend(*given, exact, after=after)
+            return self.attend(*given, after=after), None
+
+        return call
+
     def append_and_attend(  # noqa: PLR0913  as `backend.append_and_attend`
         self, queries, planes, tokens, scheme, scores, exact, *, after=None
     ):
@@ -152,6 +161,7 @@ def new_process(monkeypatch):
     """What a process knows at its start."""
     monkeypatch.setattr(selfcheck, "_outcomes", {})
     monkeypatch.setattr(fused, "_warned", set())
+    monkeypatch.setattr(fused, "_last", fused._Last())
     monkeypatch.setattr(fused, "_counts", type(fused._counts)())
 
 

@@ -11,15 +11,16 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvstow.attention import selfcheck
-from kvstow.attention.arrival import Exact
 from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.parity import say
+from kvstow.attention.step import Step
 from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
@@ -47,12 +48,12 @@ class Call:
     Attributes:
         tokens: How many of the planes' tokens are data, or the rows of a ragged batch.
         scores: Scale, window and sinks.
-        exact: Keys and values of each row's last token, if the kernel is to store it.
+        stores: Whether the kernel is to store the last token of each row.
     """
 
     tokens: int | kernels.Rows
     scores: kernels.Scores
-    exact: Exact | None = None
+    stores: bool = False
 
 
 # Making a value of a frozen dataclass takes longer than finding one: see `kernels.calls`.
@@ -114,32 +115,61 @@ def attend(
     """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
     if not window.fused:
         return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
-    call = plan_call(queries, window, scale=scale, mask=mask, sinks=sinks)
-    if isinstance(call, Call):
+    taken: Step | str
+    last = _last.step
+    if last is not None and sinks is None and last.fits(queries, window, scale, mask):
+        taken = last
+    else:
+        window = _aligned(window)
+        taken = _planned(queries, window, scale, mask, sinks)
+    if isinstance(taken, Step):
         try:
-            output = _attended(queries, window, call)
+            output = taken.run(queries, window)
         except Exception as error:
-            call = "the kernel could not be called"
-            _warn(f"{call}, attention is deferred instead: {say(error)}", once=call)
+            taken = _uncallable(error)
         else:
             _count(KERNEL)
             return output
-    _count(call)
+    _last.step = None
+    _count(taken)
     return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
 
-def _attended(queries: mx.array, window: PackedWindow, call: Call) -> mx.array:
-    arrival, given = window.arrival, (call.tokens, window.scheme, call.scores)
-    if arrival is None:
-        return kernels.attend(queries, _aligned(window), *given)
-    planes = window.keys, window.values
-    if call.exact is None:
-        return kernels.attend(queries, planes, *given, after=arrival.there())
-    output, there = kernels.append_and_attend(
-        queries, planes, *given, call.exact, after=arrival.after
-    )
-    arrival.encoded(there)
-    return output
+class _Last(threading.local):
+    """What was done last in this thread; the next layer's is most often alike."""
+
+    step: Step | None = None
+    appended: tuple[Any, ...] | None = None
+
+
+_last = _Last()
+
+
+def _planned(
+    queries: mx.array,
+    window: PackedWindow,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> Step | str:
+    """The kernel's call for this layer and those to come, or why there is none."""
+    call = plan_call(queries, window, scale, mask, sinks)
+    if not isinstance(call, Call):
+        return call
+    planes, given = (window.keys, window.values), (call.tokens, window.scheme, call.scores)
+    try:
+        planned = kernels.planned(queries, planes, *given, stores=call.stores)
+    except Exception as error:
+        return _uncallable(error)
+    step = Step.of(planned, call.stores, queries, window, scale, mask)
+    _last.step = step if sinks is None else None
+    return step
+
+
+def _uncallable(error: Exception) -> str:
+    why = "the kernel could not be called"
+    _warn(f"{why}, attention is deferred instead: {say(error)}", once=why)
+    return why
 
 
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
@@ -156,11 +186,16 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
 
 def appends(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
     """Whether kernels can encode both into the memory of planes, see `arrival`."""
-    return (
+    alike = scheme, keys.shape, keys.dtype, values.shape, values.dtype
+    if _last.appended == alike:  # by the layer before
+        return True
+    can = (
         can_append()
         and _are_alike(keys, values)
         and not _why_not_encoded(scheme, keys, append=True)
     )
+    _last.appended = alike if can else None
+    return can
 
 
 def _are_alike(keys: mx.array, values: mx.array) -> bool:
@@ -180,7 +215,6 @@ def _why_not_encoded(scheme: Turbo, keys: mx.array, *, append: bool = False) -> 
 def plan_call(
     queries: mx.array,
     window: PackedWindow,
-    *,
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
@@ -197,26 +231,26 @@ def plan_call(
         return "a mask that says more than where rows and windows begin"
     about = *window.scheme.widths, d, dtype_name(queries.dtype)
     kind = sight.starts is not None, sinks is not None
-    exact = _to_store(queries, window, sight.n_tokens)
-    if exact and _why_unchecked(_attend_task(*about, hq // h, 1, *kind, appends=True)):
-        exact = None
-    if not exact and (why := _why_no_kernel(queries, window, about, kind)):
+    stores = _can_store(queries, window, sight.n_tokens) and not _why_unchecked(
+        _attend_task(*about, hq // h, 1, *kind, True)
+    )
+    if not stores and (why := _why_no_kernel(queries, window, about, kind)):
         return why
     scores = _scored(float(scale), sight.window, sinks)
     if sight.starts is None:
-        return Call(sight.n_tokens, scores, exact)
+        return Call(sight.n_tokens, scores, stores)
     starts, n_tokens = sight.starts.astype(mx.int32), sight.n_tokens
-    return Call(kernels.Rows(starts, _lengths(b, n_tokens), n_tokens), scores, exact)
+    return Call(kernels.Rows(starts, _lengths(b, n_tokens), n_tokens), scores, stores)
 
 
-def _to_store(queries: mx.array, window: PackedWindow, n_tokens: int) -> Exact | None:
-    """The last token of each row, where a step of one query token can store it as it attends."""
+def _can_store(queries: mx.array, window: PackedWindow, n_tokens: int) -> bool:
+    """Whether it is a step whose one token of each row nobody has encoded yet."""
     arrival = window.arrival
     if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
-        return None
+        return False
     keys = exact[0]
     is_step = queries.shape[2] == keys.shape[2] == 1 and arrival.position == n_tokens - 1
-    return exact if is_step and keys.dtype == queries.dtype else None
+    return is_step and keys.dtype == queries.dtype
 
 
 def _why_no_kernel(
@@ -260,20 +294,15 @@ def _why_unchecked(task: Task) -> str:
     return outcome.why
 
 
-def _aligned(window: PackedWindow) -> Planes:
-    """The whole planes, with room for a multiple of tokens; nobody reads what is added.
-
-    Those of a window with an arrival have it: it was `align`ed.
-    """
-    capacity = int(window.keys.scales.shape[2])
-    if more := -capacity % ALIGNED_TOKENS:
+def _aligned(window: PackedWindow) -> PackedWindow:
+    """With room for a multiple of tokens in its planes; nobody reads what is added."""
+    if more := -int(window.keys.scales.shape[2]) % ALIGNED_TOKENS:
         pad = [(0, 0), (0, 0), (0, more), (0, 0)]
-        keys, values = window.keys, window.values
-        return (
-            PackedKeys(*(mx.pad(plane, pad) for plane in keys)),
-            PackedValues(*(mx.pad(plane, pad) for plane in values)),
-        )
-    return window.keys, window.values
+        window = window.settled()
+        keys = PackedKeys(*(mx.pad(plane, pad) for plane in window.keys))
+        values = PackedValues(*(mx.pad(plane, pad) for plane in window.values))
+        return replace(window, keys=keys, values=values)
+    return window
 
 
 @lru_cache(maxsize=8)

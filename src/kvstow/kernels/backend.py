@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.kernels import metal_mlx
 from kvstow.kernels import mlx as cuda_mlx
-from kvstow.kernels.calls import Rows, Scores
+from kvstow.kernels.calls import Planned, Rows, Scores
 from kvstow.kernels.metal_plan import MetalDevice
 from kvstow.kernels.plan import Device
 from kvstow.scheme import Turbo
@@ -23,6 +23,7 @@ __all__ = [
     "device",
     "encode",
     "name",
+    "planned",
 ]
 
 _MODULES = {"cuda": cuda_mlx, "metal": metal_mlx}
@@ -73,6 +74,35 @@ def attend(
     options = {} if after is None else {"after": after}
     output: mx.array = _module().attend(queries, planes, tokens, scheme, scores, **options)
     return output
+
+
+def planned(
+    queries: mx.array,
+    planes: tuple[PackedKeys, PackedValues],
+    tokens: int | Rows,
+    scheme: Turbo,
+    scores: Scores,
+    *,
+    stores: bool = False,
+) -> Planned:
+    """What `attend` does for these, to be called for others that are alike.
+
+    With `stores` it is what `append_and_attend` does; nothing checks that what it is called
+    with is as here.
+
+    Raises:
+        ValueError: As `attend`.
+    """
+    if name() == "cuda":
+        return cuda_mlx.planned(queries, planes, tokens, scheme, scores, stores=stores)
+
+    def call(
+        queries: mx.array, planes: tuple[PackedKeys, PackedValues], *_: object, **__: object
+    ) -> tuple[mx.array, mx.array]:
+        output = attend(queries, planes, tokens, scheme, scores)
+        return output, output  # nothing is stored by these kernels
+
+    return call
 
 
 def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token

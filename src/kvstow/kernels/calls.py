@@ -4,6 +4,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,19 @@ class Rows:
     starts: mx.array
     lengths: mx.array
     longest: int
+
+
+class Planned(Protocol):
+    """Attention as it was planned for a call, for any other of the same sizes."""
+
+    def __call__(
+        self,
+        queries: mx.array,
+        planes: tuple[PackedKeys, PackedValues],
+        exact: tuple[mx.array, ...] = (),
+        after: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """The output, and what is there once the token of each row in `exact` is stored."""
 
 
 def shape_of(

@@ -17,6 +17,7 @@ import numpy as np
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
 from kvstow.kernels.calls import (
+    Planned,
     Rows,
     Scores,
     boundaries,
@@ -51,7 +52,7 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
-    return _attended(queries, planes, tokens, scheme, scores, after, ())[0]
+    return planned(queries, planes, tokens, scheme, scores)(queries, planes, after=after)[0]
 
 
 def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
@@ -76,42 +77,60 @@ def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
             f"a step stores a token ({b}, {h}, 1, {d}) of each row under a scheme that does not "
             f"search, got {exact[0].shape} and {n} query tokens under {scheme}"
         )
-    output, _, weights = _attended(queries, planes, tokens, scheme, scores, after, exact)
-    return output, weights
+    call = planned(queries, planes, tokens, scheme, scores, stores=True)
+    return call(queries, planes, exact, after)
 
 
-def _attended(  # noqa: PLR0913  the same
+def planned(
     queries: mx.array,
     planes: tuple[PackedKeys, PackedValues],
     tokens: int | Rows,
     scheme: Turbo,
     scores: Scores,
-    after: mx.array | None,
-    exact: tuple[mx.array, ...],
-) -> list[mx.array]:
+    *,
+    stores: bool = False,
+) -> Planned:
+    """See `backend.planned`."""
     ragged, sinks = isinstance(tokens, Rows), sink_arrays(scores)
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
     sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
-    options = ragged, bool(exact), bool(sinks), scores.window, scores.scale
+    options = ragged, stores, bool(sinks), scores.window, scores.scale
     made = _prepare(sizes, scheme.widths, dtype_of(queries), options)
-    outputs: list[mx.array] = made.kernel(
-        inputs=[
-            *planes[0],
-            *planes[1],
-            queries,
-            *made.tables,
-            _arrivals(made.n_blocks),
-            made.counts,
-            _nothing() if after is None else after,
-            *row_arrays(tokens),
-            *sinks,
-            *exact,
-            *([boundaries(scheme.value_bits)] if exact else []),
-        ],
-        output_dtypes=[queries.dtype, mx.float32, mx.float32],
-        **made.launch,
-    )
-    return outputs
+    of_call = [*row_arrays(tokens), *sinks]
+    return _Call(made, queries.dtype, of_call, boundaries(scheme.value_bits) if stores else None)
+
+
+class _Call:
+    """See `calls.Planned`."""
+
+    __slots__ = ("_arrivals", "_boundaries", "_given", "_kernel", "_options", "_tables")
+
+    def __init__(
+        self,
+        made: "_Prepared",
+        dtype: mx.Dtype,
+        given: list[mx.array],
+        boundaries: mx.array | None,
+    ) -> None:
+        self._kernel, self._tables = made.kernel, made.tables
+        self._options = {**made.launch, "output_dtypes": [dtype, mx.float32, mx.float32]}
+        self._arrivals, self._given = _arrivals(made.n_blocks), [made.counts, *given]
+        self._boundaries = boundaries
+
+    def __call__(
+        self,
+        queries: mx.array,
+        planes: tuple[PackedKeys, PackedValues],
+        exact: tuple[mx.array, ...] = (),
+        after: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        keys, values = planes
+        inputs = [*keys, *values, queries, *self._tables, next(self._arrivals)]
+        inputs += [_nothing() if after is None else after, *self._given]
+        if self._boundaries is not None:
+            inputs += [*exact, self._boundaries]
+        output, _, weights = self._kernel(inputs=inputs, **self._options)
+        return output, weights
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
@@ -263,14 +282,14 @@ class _Slots(threading.local):
 _slots = _Slots()
 
 
-def _arrivals(n_blocks: int) -> mx.array:
-    """`n_blocks` zeros that no call in flight uses."""
+def _arrivals(n_blocks: int) -> Iterator[mx.array]:
+    """Arrays of `n_blocks` zeros, each of which no call in flight uses; for this thread."""
     if n_blocks not in _slots.by_size:
         zeros = mx.zeros((N_SLOTS, n_blocks), mx.int32)
         slots = [zeros[i] for i in range(N_SLOTS)]
         mx.eval(slots)
         _slots.by_size[n_blocks] = cycle(slots)
-    return next(_slots.by_size[n_blocks])
+    return _slots.by_size[n_blocks]
 
 
 @lru_cache(maxsize=256)

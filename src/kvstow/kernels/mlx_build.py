@@ -23,13 +23,13 @@ APPEND_COUNTS = (*ENCODE_COUNTS, "capacity", "position")
 
 @cache
 def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sinks: bool) -> Any:
-    """Takes planes, queries, centroids, signs, arrivals, counts, written; then rows, then sinks.
+    """Takes planes, queries, centroids, signs, arrivals, written, counts; then rows, then sinks.
 
     Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights. What
     `written` holds is not read: MLX waits for who makes it. One that appends takes keys, values and
     boundaries at the end, and writes to the memory of planes, which are inputs all the same.
     """
-    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "counts", "written"]
+    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "written", "counts"]
     given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
     appends = isinstance(kernel, DecodeKernel) and kernel.appends
     appended = ["new_keys", "new_values", "boundaries"] if appends else []

@@ -32,7 +32,7 @@ EXPECTED = {
     "gemma3": ("deferred", [0, 1], {}),
     "gemma3n": ("deferred", [0, 1, 2, 3], {}),
     "gemma3_text": ("deferred", [0, 1], {}),
-    "gemma4_text": ("eager", [0, 1, 2, 3, 4], {}),
+    "gemma4_text": ("deferred", [0, 1, 2, 3, 4], {}),
     "gpt2": ("deferred", [0, 1], {}),
     "gpt_oss": ("deferred", [0, 1], {}),  # attention sinks
     "jamba": ("deferred", [1], {RECURRENT: [0]}),

@@ -47,7 +47,6 @@ def test_the_report_says_what_is_quantised_how_and_why_the_rest_is_not(name):
     ("name", "why"),
     [
         ("gemma2", "expand_dims"),
-        ("gemma4_text", "scaled_dot_product_attention"),
         ("stablelm", "has no attribute 'astype'"),
     ],
 )

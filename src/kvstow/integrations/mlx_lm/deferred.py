@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -33,15 +33,23 @@ class Owner:
 _original = base.quantized_scaled_dot_product_attention
 _original_with_sinks = base.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
-_owners: WeakSet[Owner] = WeakSet()
+_owners: set[ref[Owner]] = set()  # asked by every layer in every step: no WeakSet, which is slower
 _lock = Lock()
-_seen = local()  # a probe counts the windows of its own thread
+
+
+class _Seen(local):
+    """What a probe is told of the windows of its own thread."""
+
+    windows: "list[tuple[PackedWindow, Heads]] | None" = None
+
+
+_seen = _Seen()
 
 
 def install(owner: Owner) -> None:
     """Take over the global for `owner`; doing so twice changes nothing."""
     with _lock:
-        _owners.add(owner)
+        _owners.add(ref(owner, _owners.discard))
         base.quantized_scaled_dot_product_attention = attention  # type: ignore[assignment]
         _put(with_sinks, in_the_place_of=_original_with_sinks)
 
@@ -49,7 +57,7 @@ def install(owner: Owner) -> None:
 def remove(owner: Owner) -> None:
     """`owner` needs it no longer; after the last one mlx-lm has its own function back."""
     with _lock:
-        _owners.discard(owner)
+        _owners.discard(ref(owner))
         if not _owners:
             base.quantized_scaled_dot_product_attention = _original
             _put(_original_with_sinks, in_the_place_of=with_sinks)
@@ -69,11 +77,6 @@ def installed() -> Iterator[None]:
         yield
     finally:
         remove(owner)
-
-
-def windows_seen() -> int:
-    """How many packed windows have arrived from this thread."""
-    return getattr(_seen, "n_windows", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,13 @@ class Heads:
 
 
 @contextmanager
-def heads_seen() -> Iterator[set[Heads]]:
-    """What windows arrive from this thread during the block."""
-    _seen.heads = set()
+def windows_seen() -> Iterator[list[tuple[PackedWindow, Heads]]]:
+    """The windows that arrive from this thread during the block, one for each call."""
+    before, _seen.windows = _seen.windows, []
     try:
-        yield _seen.heads
+        yield _seen.windows
     finally:
-        _seen.heads = None
+        _seen.windows = before
 
 
 def with_sinks(  # noqa: PLR0913  mlx-lm's own signature
@@ -116,10 +119,10 @@ def with_sinks(  # noqa: PLR0913  mlx-lm's own signature
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, with sinks over packed windows too."""
-    if sinks is None or not hasattr(cache, "bits"):
-        return _original_with_sinks(queries, keys, values, cache, scale, mask, sinks)
     if isinstance(keys, PackedWindow):
         return _of_window(queries, keys, scale=scale, mask=mask, sinks=sinks)
+    if sinks is None or not hasattr(cache, "bits"):
+        return _original_with_sinks(queries, keys, values, cache, scale, mask, sinks)
     if isinstance(keys, mx.array):
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
@@ -148,9 +151,8 @@ def _of_window(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    _seen.n_windows = windows_seen() + 1
-    if (heads := getattr(_seen, "heads", None)) is not None:
-        heads.add(Heads.of(queries, window, sinks=sinks is not None))
+    if (seen := _seen.windows) is not None:
+        seen.append((window, Heads.of(queries, window, sinks=sinks is not None)))
     return attend(queries, window, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -88,8 +88,7 @@ def choose(
     why = ""
     if fetch != "eager":
         caches = under(bare, dict.fromkeys(bare, "deferred"), new_caches())
-        with deferred.heads_seen() as heads:
-            why = probe.deferred_refusal(model, caches, len(turbo))
+        why, heads = probe.deferred_refusal(model, caches, len(turbo))
         if not why:
             return _hooked(schemes, turbo, shapes, fetch, heads)
         if fetch != "auto":

@@ -64,24 +64,23 @@ def refusal(model: Any, caches: list[Any]) -> str:
     return ""
 
 
-def deferred_refusal(model: Any, caches: list[Any], n_packed: int) -> str:
-    """Why the model cannot take packed windows from `caches`; empty if it can.
+def deferred_refusal(
+    model: Any, caches: list[Any], n_packed: int
+) -> tuple[str, set[deferred.Heads]]:
+    """Why the model cannot take packed windows from `caches`, empty if it can; and its heads.
 
     Args:
         model: The model.
         caches: Fresh caches, `n_packed` of them deferred.
         n_packed: How many.
     """
-    before = deferred.windows_seen()
-    with deferred.installed():
+    with deferred.installed(), deferred.windows_seen() as seen:
         why = refusal(model, caches)
-    if why:
-        return why
-    arrived = deferred.windows_seen() - before
+    arrived = len({id(window) for window, _ in seen})  # some layers attend to others' windows
     expected = n_packed * (len(_STEPS_TOKENS) - 1)  # the first append is exact
-    if arrived != expected:
-        return f"{arrived} of {expected} packed windows reached mlx-lm's own attention"
-    return ""
+    if not why and arrived != expected:
+        why = f"{arrived} of {expected} packed windows reached mlx-lm's own attention"
+    return why, {heads for _, heads in seen}
 
 
 def refuse_stage(model: Any) -> None:
