@@ -5,8 +5,10 @@
 Encoder: bits that differ from `codec.reference`, on normal vectors with outliers, offsets,
 constants, zeros, tiny and huge ones and NaN. Attention: the error relative to attention in
 float64 over the cache as the reference decodes it, every width pair and head_dim, with rows
-that are empty, ragged and start late, where everything outside a row is NaN or noise. One
-JSON row per head_dim and kind; exit code 1 if a row is beyond its tolerance.
+that are empty, ragged and start late, where everything outside a row is NaN or noise. Attention
+that stores each row's last token first: elements of that token that differ, and of its output from
+attention over planes that have it. One JSON row per head_dim and kind; exit code 1 if a row is
+beyond its tolerance.
 
 Inputs are made on the host and copied, so that a tool which watches the kernels alone knows
 what was written (`check_sanitizer.py`).
@@ -49,6 +51,7 @@ GROUPS = {
 BATCH, N_KV_HEADS, CAPACITY = 5, 2, 768
 # An empty row comes first and a full one last, where what is read outside leaves the planes.
 STARTS, LENGTHS = (0, 3, 37, 700, 0), (0, 4, 419, 731, CAPACITY)
+EXACT = BATCH, N_KV_HEADS, 1  # of a token that is not stored yet
 
 
 def vectors(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -255,12 +258,45 @@ def check_attention(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[
         yield {"scheme": scheme, "dtype": dtype, "error": error, "ok": error <= TOLERANCE[dtype]}
 
 
+def check_append(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dict[str, Any]]:
+    """Every width pair, element types and shapes by turns: elements stored and attended."""
+    cache = Cache(head_dim)
+    token, rows = np.arange(CAPACITY), np.array(LENGTHS)[:, None]
+    inside = (token >= np.array(STARTS)[:, None]) & (token < rows - 1)
+    lengths, starts = rows_on_device()
+    groups = [group for quads in (1, 2, 4) for group, n in GROUPS[quads] if n == 1]
+    for n, scheme in enumerate(Turbo(k, v) for k in KEY_BITS for v in VALUE_BITS):
+        dtype = DTYPES[n % 3]
+        exact = [x.to(getattr(torch, dtype)) for x in torch.randn((2, *EXACT, head_dim))]
+        k, v = (x.float().numpy() for x in exact)
+        wanted = _encoded(k, v, {"guard": True}, scheme.widths)
+        on_device = [x.cuda() for x in exact]
+        options = {"lengths": lengths, "starts": starts, "window": (0, 37)[n % 2]}
+        bad = size = 0
+        for group in groups[n % 2 :: 8 if sample else 2]:
+            planes = cache.planes(scheme, inside)
+            queries = torch.randn((BATCH, N_KV_HEADS * group, 1, head_dim)).to(exact[0].dtype)
+            call = host.decode(queries.cuda(), planes, scheme, exact=on_device, **options)
+            got = call.run()
+            again = host.decode(queries.cuda(), planes, scheme, **options).run()
+            bad += int((got != again).sum())
+            for plane, want in zip(planes, wanted, strict=True):
+                stored = torch.stack([plane[i, :, m - 1] for i, m in enumerate(LENGTHS) if m])
+                bad += differing(stored, want[np.array(LENGTHS) > 0, :, 0])
+                size += stored.numel()
+        kind = {"scheme": str(scheme), "dtype": dtype}
+        yield {**kind, "elements": size, "differing": bad, "ok": not bad}
+
+
 def error_of(got: Any, want: Any) -> float:
     """Relative error of all, or a quarter of that of the worst row; infinite for NaN."""
     off = got - want
     rows = off.norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)
     error = max(float(off.norm() / want.norm()), float(rows.max()) / 4)
     return error if math.isfinite(float(off.norm())) else math.inf
+
+
+CHECKS = {"encode": check_encoder, "attention": check_attention, "append": check_append}
 
 
 def main() -> None:
@@ -274,7 +310,7 @@ def main() -> None:
     about = {"command": command, "commit": commit(), "device": torch.cuda.get_device_name()}
     failed = 0
     for head_dim in options.head_dim:
-        for kind, check in (("encode", check_encoder), ("attention", check_attention)):
+        for kind, check in CHECKS.items():
             found = list(check(host, head_dim, sample=options.sample))
             failed += sum(not part["ok"] for part in found)
             summary = {"bench": f"kernel_{kind}", "head_dim": head_dim, "parts": found, **about}

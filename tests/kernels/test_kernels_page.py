@@ -67,7 +67,7 @@ def test_what_the_page_says_of_prompts_is_the_recorded_ratio_on_a_gpu():
 
 
 def test_nothing_that_was_recorded_was_wrong():
-    kinds = "kernel_encode", "kernel_attention"
+    kinds = "kernel_encode", "kernel_attention", "kernel_append"
     found = [row for kind in kinds for row in rows("kernels_parity.jsonl", kind)]
     parts = [part for row in found for part in row["parts"]]
     assert len(parts) > 100
