@@ -127,7 +127,7 @@ class StandIn:
             given = queries, planes, tokens, scheme, scores
             if stores:
                 return self.append_and_attend(*given, exact, after=after)
-            return self.attend(*given, after=after), None
+            return self.attend(*given, after=after)
 
         return call
 
@@ -143,7 +143,8 @@ class StandIn:
         there = self.append(five, longest - 1, exact, scheme, after=after)
         self.appended.pop()
         self.stored.append((exact[0].shape, longest - 1))
-        return self.attend(queries, planes, tokens, scheme, scores, after=there), there
+        self.tokens.append(self.attend(queries, planes, tokens, scheme, scores, after=there))
+        return self.tokens[-1]
 
     def raise_if_told(self):
         if self.error is not None:

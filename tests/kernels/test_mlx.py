@@ -194,7 +194,9 @@ def appended(given, planes, at, exact, after):
 def appended_as_attended(given, planes, at, exact, after):
     queries, scheme, scores = given
     pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
-    return kernels.append_and_attend(queries, pair, at + 1, scheme, scores, exact, after=after)
+    given = queries, pair, at + 1, scheme, scores
+    output = kernels.append_and_attend(*given, exact, after=after)
+    return output, output
 
 
 @pytest.mark.skipif(not kernels.can_append(), reason="only CUDA's kernels append")

@@ -22,12 +22,16 @@ ELEMENTS = {
     "queries": "__nv_bfloat16",
     "keys": "__nv_bfloat16",
     "values": "__nv_bfloat16",
+    "new_keys": "__nv_bfloat16",
+    "new_values": "__nv_bfloat16",
     "output": "__nv_bfloat16",
     "signs": "int8_t",
     **dict.fromkeys(("key_scales", "key_zeros", "value_scales"), "__half"),
-    **dict.fromkeys(("centroids", "boundaries", "sums", "weights", "sinks"), "float"),
+    **dict.fromkeys(("centroids", "boundaries", "parts", "sinks"), "float"),
     **dict.fromkeys(("key_errors", "value_errors"), "unsigned long long"),
-    **dict.fromkeys(("arrivals", "counts", "starts", "lengths", "written", "done"), "int32_t"),
+    **dict.fromkeys(
+        ("arrivals", "constants", "counts", "starts", "lengths", "written", "done"), "int32_t"
+    ),
 }
 
 
@@ -47,10 +51,12 @@ def as_program(monkeypatch):
     monkeypatch.setattr(build.mx.fast, "cuda_kernel", program)
 
 
-@pytest.mark.parametrize(("ragged", "with_sinks"), [(False, False), (True, True)])
+@pytest.mark.parametrize("options", [(False, False), (True, True)])
+@pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.usefixtures("as_program")
-def test_attention_compiles_with_the_signature_of_mlx(ragged, with_sinks):
-    kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448)
+def test_attention_compiles_with_the_signature_of_mlx(options, appends):
+    ragged, with_sinks = options
+    kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448, appends=appends)
     compile_or_skip(build.decode_callable.__wrapped__(kernel, ragged, with_sinks))
 
 

@@ -70,12 +70,12 @@ class Step:
         """The output, once what is on its way is stored."""
         arrival, planes = window.arrival, (window.keys, window.values)
         if arrival is None:
-            return self.call(queries, planes)[0]
+            return self.call(queries, planes)
         exact: Exact | None = arrival.exact
         if exact is None or not self.stores:
-            return self.call(queries, planes, after=arrival.there())[0]
-        output, there = self.call(queries, planes, exact, arrival.after)
-        arrival.encoded(there)
+            return self.call(queries, planes, after=arrival.there())
+        output = self.call(queries, planes, exact, arrival.after)
+        arrival.encoded(output)
         return output
 
 

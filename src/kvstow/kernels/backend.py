@@ -96,13 +96,7 @@ def planned(
     if name() == "cuda":
         return cuda_mlx.planned(queries, planes, tokens, scheme, scores, stores=stores)
 
-    def call(
-        queries: mx.array, planes: tuple[PackedKeys, PackedValues], *_: object, **__: object
-    ) -> tuple[mx.array, mx.array]:
-        output = attend(queries, planes, tokens, scheme, scores)
-        return output, output  # nothing is stored by these kernels
-
-    return call
+    return lambda queries, planes, *_, **__: attend(queries, planes, tokens, scheme, scores)
 
 
 def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
@@ -114,7 +108,7 @@ def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
     exact: tuple[mx.array, mx.array],
     *,
     after: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> mx.array:
     """Both `append` and `attend` by one launch, for a token of each row.
 
     Args:
@@ -127,7 +121,7 @@ def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
         after: What `append` or this returned for tokens that are being written still.
 
     Returns:
-        What `attend` does, and what `append` does.
+        What `attend` does; the token is there once it is, as `append` says of its own.
 
     Raises:
         ValueError: As `attend`; or if the exact token is none such.

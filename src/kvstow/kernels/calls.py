@@ -59,8 +59,8 @@ class Planned(Protocol):
         planes: tuple[PackedKeys, PackedValues],
         exact: tuple[mx.array, ...] = (),
         after: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
-        """The output, and what is there once the token of each row in `exact` is stored."""
+    ) -> mx.array:
+        """The output; once it is there, the token of each row in `exact` is stored."""
 
 
 def shape_of(
@@ -99,12 +99,11 @@ def check_tokens(n_tokens: int, capacity: int) -> None:
 
 def decode_counts(
     shape: Shape, plan: Plan[object], *, capacity: int, window: int, scale: float
-) -> mx.array:
-    """One small array of `arguments.DECODE_COUNTS` and the bits of the scores' factor."""
+) -> tuple[int, ...]:
+    """The numbers of `arguments.DECODE_COUNTS`, and the bits of the scores' factor."""
     sizes = shape.batch, shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
-    counts = *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window
     factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    return mx.array(np.array([*counts, factor], np.int32))
+    return *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window, factor
 
 
 def check_alike(keys: mx.array, values: mx.array) -> None:

@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
@@ -211,7 +212,8 @@ def _prepare(
     capacity, window, scale = options
     check_tokens(shape.n_tokens, capacity)
     plan = plan_metal(shape, widths, dtype, window)
-    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
+    numbers = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
+    counts = mx.array(np.array(numbers, np.int32))
     return _Prepared(plan, counts)
 
 

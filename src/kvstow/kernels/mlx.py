@@ -16,6 +16,8 @@ import numpy as np
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
+from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
+from kvstow.kernels.arguments import DECODE_COUNTS
 from kvstow.kernels.calls import (
     Planned,
     Rows,
@@ -31,7 +33,12 @@ from kvstow.kernels.calls import (
     signs,
     sink_arrays,
 )
-from kvstow.kernels.mlx_build import append_callable, decode_callable, encode_callable
+from kvstow.kernels.mlx_build import (
+    AT_TABLES,
+    append_callable,
+    decode_callable,
+    encode_callable,
+)
 from kvstow.kernels.plan import Device, Shape, plan_attention
 from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import Turbo
@@ -52,7 +59,7 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
-    return planned(queries, planes, tokens, scheme, scores)(queries, planes, after=after)[0]
+    return planned(queries, planes, tokens, scheme, scores)(queries, planes, after=after)
 
 
 def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
@@ -64,7 +71,7 @@ def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
     exact: tuple[mx.array, mx.array],
     *,
     after: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> mx.array:
     """See `backend.append_and_attend`.
 
     Raises:
@@ -96,26 +103,18 @@ def planned(
     sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
     options = ragged, stores, bool(sinks), scores.window, scores.scale
     made = _prepare(sizes, scheme.widths, dtype_of(queries), options)
-    of_call = [*row_arrays(tokens), *sinks]
-    return _Call(made, queries.dtype, of_call, boundaries(scheme.value_bits) if stores else None)
+    return _Call(made, queries.dtype, [*row_arrays(tokens), *sinks])
 
 
 class _Call:
     """See `calls.Planned`."""
 
-    __slots__ = ("_arrivals", "_boundaries", "_given", "_kernel", "_options", "_tables")
+    __slots__ = ("_arrivals", "_constants", "_given", "_kernel", "_options")
 
-    def __init__(
-        self,
-        made: "_Prepared",
-        dtype: mx.Dtype,
-        given: list[mx.array],
-        boundaries: mx.array | None,
-    ) -> None:
-        self._kernel, self._tables = made.kernel, made.tables
-        self._options = {**made.launch, "output_dtypes": [dtype, mx.float32, mx.float32]}
-        self._arrivals, self._given = _arrivals(made.n_blocks), [made.counts, *given]
-        self._boundaries = boundaries
+    def __init__(self, made: "_Prepared", dtype: mx.Dtype, given: list[mx.array]) -> None:
+        self._kernel, self._constants, self._given = made.kernel, made.constants, given
+        self._options = {**made.launch, "output_dtypes": [dtype, mx.float32]}
+        self._arrivals = _arrivals(made.n_blocks)
 
     def __call__(
         self,
@@ -123,14 +122,13 @@ class _Call:
         planes: tuple[PackedKeys, PackedValues],
         exact: tuple[mx.array, ...] = (),
         after: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> mx.array:
         keys, values = planes
-        inputs = [*keys, *values, queries, *self._tables, next(self._arrivals)]
-        inputs += [_nothing() if after is None else after, *self._given]
-        if self._boundaries is not None:
-            inputs += [*exact, self._boundaries]
-        output, _, weights = self._kernel(inputs=inputs, **self._options)
-        return output, weights
+        before = _nothing() if after is None else after
+        of_call = queries, self._constants, next(self._arrivals), before
+        inputs = [*keys, *values, *of_call, *self._given, *exact]
+        output: mx.array = self._kernel(inputs=inputs, **self._options)[0]
+        return output
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
@@ -224,8 +222,7 @@ class _Prepared:
 
     kernel: Any
     launch: dict[str, Any]  # MLX's options: grid, blocks, and shapes of what is made
-    counts: mx.array
-    tables: tuple[mx.array, mx.array]  # centroids and signs
+    constants: mx.array
     n_blocks: int  # that wait for each other's splits
 
 
@@ -255,21 +252,29 @@ def _prepare(
     shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, appends=appends)
     plan = plan_attention(shape, widths, dtype, device())
     n_rows = b * hq * n_queries if plan.writes_parts else 1
+    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
     return _Prepared(
         kernel=decode_callable(plan.kernel, ragged, with_sinks),
         launch={
             "grid": (plan.grid[0] * plan.kernel.threads, *plan.grid[1:]),
             "threadgroup": (plan.kernel.threads, 1, 1),
-            "output_shapes": [
-                (b, hq, n_queries, d),
-                (n_rows, plan.n_splits, d),
-                (n_rows, plan.n_splits, 2),
-            ],
+            "output_shapes": [(b, hq, n_queries, d), (n_rows, plan.n_splits, d + 2)],
         },
-        counts=decode_counts(shape, plan, capacity=capacity, window=window, scale=scale),
-        tables=(centroids(widths[1]), signs(d)),
+        constants=_constants(d, widths[1], counts),
         n_blocks=b * h * plan.row_blocks,
     )
+
+
+def _constants(head_dim: int, bits: int, counts: tuple[int, ...]) -> mx.array:
+    """What a kernel reads beside its arrays: see `mlx_build.decode_callable`."""
+    return mx.array(np.concatenate([np.array(counts, np.int32), _tables(head_dim, bits)]))
+
+
+@cache
+def _tables(head_dim: int, bits: int) -> np.ndarray:
+    parts = np.zeros(AT_TABLES - len(DECODE_COUNTS) - 1, np.int32), CENTROIDS[bits]
+    last = np.append(BOUNDARIES[bits], np.float32(0)), SIGNS[head_dim].astype(np.int8)
+    return np.concatenate([np.ascontiguousarray(part).view(np.int32) for part in (*parts, *last)])
 
 
 class _Slots(threading.local):

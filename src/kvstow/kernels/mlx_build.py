@@ -19,34 +19,40 @@ from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
 _PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales")
 ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
 APPEND_COUNTS = (*ENCODE_COUNTS, "capacity", "position")
+AT_TABLES = 16  # in 32 bits: behind the counts of attention, and aligned
 
 
 @cache
 def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sinks: bool) -> Any:
-    """Takes planes, queries, centroids, signs, arrivals, written, counts; then rows, then sinks.
+    """Takes planes, queries, constants, arrivals, written; rows, sinks; gives output and parts.
 
-    Counts are those of `DECODE_COUNTS` and the factor's bits; gives output, sums, weights. What
-    `written` holds is not read: MLX waits for who makes it. One that appends takes keys, values and
-    boundaries at the end, and writes to the memory of planes, which are inputs all the same.
+    What `written` holds is not read: MLX waits for who makes it. Parts are sums, and weights
+    behind them. One that appends takes keys and values at the end, and writes to the memory of
+    planes, which are inputs all the same. Constants have 32 bits each: the numbers of
+    `DECODE_COUNTS` and the scores' factor, and from `AT_TABLES` on 2^value_bits centroids, as
+    many boundaries, of which the last is not used, and the signs.
     """
-    names = [*_PLANES, "queries", "centroids", "signs", "arrivals", "written", "counts"]
+    names = [*_PLANES, "queries", "arrivals"]
     given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
     appends = isinstance(kernel, DecodeKernel) and kernel.appends
-    appended = ["new_keys", "new_values", "boundaries"] if appends else []
-    n = len(DECODE_COUNTS)
+    appended = ["new_keys", "new_values"] if appends else []
+    null = [name for name in ("starts", "lengths", "sinks") if name not in given]
+    table, n_counts = 1 << kernel.value_bits, len(DECODE_COUNTS)
+    rows = "(size_t)args.batch * args.n_kv_heads * args.group * args.n_queries"
     gathered = [
+        "const int* counts = constants;",
         *_counts(DECODE_COUNTS),
-        f"args.scale_log2 = __int_as_float(counts[{n}]);",
-        "args.output = output; args.sums = sums; args.weights = weights;",
-        *(
-            f"args.{name} = nullptr;"
-            for name in ("starts", "lengths", "sinks")
-            if name not in given
-        ),
-        *_pointers([*given, *appended, *_PLANES, "queries", "centroids", "signs", "arrivals"]),
+        f"args.scale_log2 = __int_as_float(counts[{n_counts}]);",
+        f"args.centroids = (const float*)(constants + {AT_TABLES});",
+        f"args.boundaries = args.centroids + {table};",
+        f"args.signs = (const signed char*)(args.boundaries + {table});",
+        "args.output = output; args.sums = parts;",
+        f"args.weights = parts + {rows} * args.n_splits * {kernel.head_dim};",
+        *(f"args.{name} = nullptr;" for name in null),
+        *_pointers([*names, *given, *appended]),
     ]
-    name, inputs = "_".join([kernel.name, *given]), [*names, *given, *appended]
-    return _made(kernel, name, inputs, ["output", "sums", "weights"], gathered)
+    inputs = [*_PLANES, "queries", "constants", "arrivals", "written", *given, *appended]
+    return _made(kernel, "_".join([kernel.name, *given]), inputs, ["output", "parts"], gathered)
 
 
 @cache
