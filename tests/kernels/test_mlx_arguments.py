@@ -5,8 +5,9 @@ import pytest
 
 from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
+from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.kernels.plan import Device
-from kvstow.scheme import Turbo
+from kvstow.scheme import HEAD_DIMS, VALUE_BITS, Turbo
 
 mx = pytest.importorskip("mlx.core")
 kernels = pytest.importorskip("kvstow.kernels.mlx")
@@ -63,6 +64,18 @@ def test_no_tokens_are_encoded_as_no_tokens():
     keys, values = kernels.encode(x, x, K8V3)
     assert [plane.shape for plane in keys] == [(1, 2, 0, 64), (1, 2, 0, 2), (1, 2, 0, 2)]
     assert [plane.shape for plane in values] == [(1, 2, 0, 24), (1, 2, 0, 2)]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("bits", VALUE_BITS)
+def test_constants_lie_where_the_kernel_looks_for_them(head_dim, bits):
+    made = np.array(kernels._constants(head_dim, bits, tuple(range(1, 12))))
+    assert made[:11].tolist() == list(range(1, 12))
+    tables = made[kernels.AT_TABLES :]
+    floats, n = tables[: 2 << bits].view(np.float32), 1 << bits
+    np.testing.assert_array_equal(floats[:n], CENTROIDS[bits])
+    np.testing.assert_array_equal(floats[n:-1], BOUNDARIES[bits])
+    np.testing.assert_array_equal(tables[2 << bits :].view(np.int8), SIGNS[head_dim])
 
 
 def test_layers_of_a_step_share_what_is_made_on_the_host(monkeypatch):
