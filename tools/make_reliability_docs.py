@@ -94,15 +94,19 @@ def sanitized(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| | {' | '.join(tools)} |"
     yield "|---" * (1 + len(tools)) + "|"
     for part in ["control", *parts]:
-        name = "the kernel with a fault" if part == "control" else f"head_dim {part}"
-        yield f"| {name} | {' | '.join(cells.get((tool, part), 'not run') for tool in tools)} |"
+        yield f"| {said_of(part)} | {' | '.join(cells.get((tool, part), 'not run') for tool in tools)} |"
     yield ""
     told = [row for row in rows if row["gpu"]]  # by a program that ran to its end
     made: dict[str, dict[str, None]] = {}
     for row in told or rows:
-        made.setdefault(versions(row), {})[row["tool"]] = None
+        made.setdefault(versions(row), {})[row["part"]] = None
     for about, by in made.items():
-        yield f"{' and '.join(by)}: {about}  "
+        yield f"{', '.join(said_of(part) for part in ('control', *parts) if part in by)}: {about}  "
+
+
+def said_of(part: str) -> str:
+    """What a run is called."""
+    return "the kernel with a fault" if part == "control" else f"head_dim {part}"
 
 
 def result(row: Row) -> str:

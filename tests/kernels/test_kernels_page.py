@@ -50,6 +50,24 @@ def test_the_table_of_widths_is_the_recorded_one():
         assert f"| {k} bits | {cells} |" in PAGE
 
 
+def test_the_table_of_calls_through_mlx_is_the_recorded_one():
+    cells = {
+        (row["batch"], row["tokens"], row["scheme"]): row
+        for row in rows("fetch.jsonl", "fetch")
+        if (row["fetch"], row["dtype"], row["head_dim"]) == ("fused", "bfloat16", 128)
+    }
+    want = []
+    for batch, tokens in sorted({cell[:2] for cell in cells}):
+        line = f"| {batch} | {tokens // 1024}k |"
+        for scheme in ("turbo:k8v3", "turbo:k4v3"):
+            row = cells[batch, tokens, scheme]
+            line += f" {1e3 * row['median_ms']:.0f} us, {row['vs_off']:.2f} |"
+            line += f" {row['vs_affine8']:.1f} |"
+        want.append(line)
+    through_mlx = PAGE.partition("## Called through MLX")[2]
+    assert re.findall(r"^\| \d+ \| \d+k .*$", through_mlx, re.MULTILINE) == want
+
+
 def test_what_the_page_says_of_prompts_is_the_recorded_ratio_on_a_gpu():
     found = {
         (row["queries"], row["tokens"], row["head_dim"], row["dtype"]): row["vs_decode"]
