@@ -94,7 +94,8 @@ def sanitized(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| | {' | '.join(tools)} |"
     yield "|---" * (1 + len(tools)) + "|"
     for part in ["control", *parts]:
-        yield f"| {said_of(part)} | {' | '.join(cells.get((tool, part), 'not run') for tool in tools)} |"
+        outcomes = (cells.get((tool, part), "not run") for tool in tools)
+        yield f"| {said_of(part)} | {' | '.join(outcomes)} |"
     yield ""
     told = [row for row in rows if row["gpu"]]  # by a program that ran to its end
     made: dict[str, dict[str, None]] = {}
