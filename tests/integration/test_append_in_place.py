@@ -219,7 +219,7 @@ def test_attention_that_stores_wrongly_is_not_asked_to(kernels, monkeypatch):
         kernels.tokens.append(kernels.attend(*given[:5]))
         return kernels.tokens[-1]
 
-    monkeypatch.setattr(kernels, "append_and_attend", stores_nothing)
+    monkeypatch.setattr(kernels, "store_and_attend", stores_nothing)
     rng = np.random.default_rng(0)
     both = Both(cache.FusedKVCache(Turbo(8, 3)), cache.DeferredKVCache(Turbo(8, 3)))
     with deferred.installed():
@@ -239,7 +239,7 @@ def test_attention_that_cannot_be_called_leaves_the_token_to_a_launch_of_its_own
     def fails(*_, **__):
         raise RuntimeError("no launch")
 
-    monkeypatch.setattr(kernels, "append_and_attend", fails)
+    monkeypatch.setattr(kernels, "store_and_attend", fails)
     _, step = stepped
     with pytest.warns(UserWarning, match="could not be called"):
         fused.attend(queries(), step(), scale=0.1)

@@ -126,12 +126,12 @@ class StandIn:
         def call(queries, planes, exact=(), after=None):
             given = queries, planes, tokens, scheme, scores
             if stores:
-                return self.append_and_attend(*given, exact, after=after)
+                return self.store_and_attend(*given, exact, after=after)
             return self.attend(*given, after=after)
 
         return call
 
-    def append_and_attend(  # noqa: PLR0913  as `backend.append_and_attend`
+    def store_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
         self, queries, planes, tokens, scheme, scores, exact, *, after=None
     ):
         """Both, one after the other; the positions go to `stored`."""

@@ -194,8 +194,8 @@ def appended(given, planes, at, exact, after):
 def appended_as_attended(given, planes, at, exact, after):
     queries, scheme, scores = given
     pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
-    given = queries, pair, at + 1, scheme, scores
-    output = kernels.append_and_attend(*given, exact, after=after)
+    call = kernels.planned(queries, pair, at + 1, scheme, scores, stores=True)
+    output = call(queries, pair, exact, after)
     return output, output
 
 

@@ -97,3 +97,13 @@ def test_layers_of_a_step_share_what_is_made_on_the_host(monkeypatch):
     assert first[6] is second[6]  # constants
     assert first[7] is not second[7]  # arrivals
     assert not first[7].any()
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "search", "got"), [(2, False, "got 2 and"), (1, True, r"\+search")]
+)
+def test_a_token_is_stored_for_one_query_and_without_a_search(n_queries, search, got):
+    queries, scores = mx.zeros((1, 4, n_queries, 64)), kernels.Scores(0.125)
+    scheme = Turbo(8, 3, search=search)
+    with pytest.raises(ValueError, match=f"one query token and without a search.*{got}"):
+        kernels.planned(queries, planes(256), 5, scheme, scores, stores=True)

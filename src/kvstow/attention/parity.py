@@ -64,7 +64,7 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
         given = queries, poisoned, tokens, scheme, scores
         if n_late:
             late = exact[0][:, :, n_tokens - 1 : n_tokens], exact[1][:, :, n_tokens - 1 : n_tokens]
-            made = _floats(kernels.append_and_attend(*given, late))
+            made = _floats(kernels.planned(*given, stores=True)(queries, poisoned, late))
         else:
             made = _floats(kernels.attend(*given))
         with np.errstate(invalid="ignore"):  # a row without tokens

@@ -17,7 +17,6 @@ __all__ = [
     "Rows",
     "Scores",
     "append",
-    "append_and_attend",
     "attend",
     "can_append",
     "device",
@@ -87,46 +86,24 @@ def planned(
 ) -> Planned:
     """What `attend` does for these, to be called for others that are alike.
 
-    With `stores` it is what `append_and_attend` does; nothing checks that what it is called
-    with is as here.
+    Nothing checks that they are, in sizes and dtypes.
+
+    Args:
+        queries: As those of `attend`.
+        planes: As those of `attend`; with `stores`, of `append`.
+        tokens: As those of `attend`, the last one of each row included.
+        scheme: Widths of the planes; with `stores` it does not search.
+        scores: How the scores become weights.
+        stores: Whether it is to store the last token of each row before it reads it, for one
+            query token.
 
     Raises:
-        ValueError: As `attend`.
+        ValueError: As `attend`, and if there are more query tokens or a search with `stores`.
     """
     if name() == "cuda":
         return cuda_mlx.planned(queries, planes, tokens, scheme, scores, stores=stores)
 
     return lambda queries, planes, *_, **__: attend(queries, planes, tokens, scheme, scores)
-
-
-def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
-    queries: mx.array,
-    planes: tuple[PackedKeys, PackedValues],
-    tokens: int | Rows,
-    scheme: Turbo,
-    scores: Scores,
-    exact: tuple[mx.array, mx.array],
-    *,
-    after: mx.array | None = None,
-) -> mx.array:
-    """Both `append` and `attend` by one launch, for a token of each row.
-
-    Args:
-        queries: ``(b, hq, 1, d)``, of the last token of each row.
-        planes: As those of `append`.
-        tokens: As those of `attend`, the last one of each row included.
-        scheme: Widths to encode with; it does not search.
-        scores: How the scores become weights.
-        exact: Keys and values ``(b, h, 1, d)`` of that token, of the dtype of the queries.
-        after: What `append` or this returned for tokens that are being written still.
-
-    Returns:
-        What `attend` does; the token is there once it is, as `append` says of its own.
-
-    Raises:
-        ValueError: As `attend`; or if the exact token is none such.
-    """
-    return cuda_mlx.append_and_attend(queries, planes, tokens, scheme, scores, exact, after=after)
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:

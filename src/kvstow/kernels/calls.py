@@ -60,7 +60,15 @@ class Planned(Protocol):
         exact: tuple[mx.array, ...] = (),
         after: mx.array | None = None,
     ) -> mx.array:
-        """The output; once it is there, the token of each row in `exact` is stored."""
+        """The output; once it is there, so is what is stored.
+
+        Args:
+            queries: ``(b, hq, l, d)``.
+            planes: Whole planes ``(b, h, capacity, *)``.
+            exact: Keys and values ``(b, h, 1, d)`` of the last token of each row, of the dtype of
+                the queries, where they are to be stored.
+            after: What `append` or this returned for tokens that are being stored still.
+        """
 
 
 def shape_of(

@@ -62,32 +62,6 @@ def attend(
     return planned(queries, planes, tokens, scheme, scores)(queries, planes, after=after)
 
 
-def append_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
-    queries: mx.array,
-    planes: tuple[PackedKeys, PackedValues],
-    tokens: int | Rows,
-    scheme: Turbo,
-    scores: Scores,
-    exact: tuple[mx.array, mx.array],
-    *,
-    after: mx.array | None = None,
-) -> mx.array:
-    """See `backend.append_and_attend`.
-
-    Raises:
-        ValueError: As `attend`; or if the exact token is none such.
-    """
-    (b, _, n, d), h = queries.shape, planes[0].codes.shape[1]
-    check_alike(*exact)
-    if n != 1 or exact[0].shape != (b, h, 1, d) or exact[0].dtype != queries.dtype or scheme.search:
-        raise ValueError(
-            f"a step stores a token ({b}, {h}, 1, {d}) of each row under a scheme that does not "
-            f"search, got {exact[0].shape} and {n} query tokens under {scheme}"
-        )
-    call = planned(queries, planes, tokens, scheme, scores, stores=True)
-    return call(queries, planes, exact, after)
-
-
 def planned(
     queries: mx.array,
     planes: tuple[PackedKeys, PackedValues],
@@ -97,7 +71,16 @@ def planned(
     *,
     stores: bool = False,
 ) -> Planned:
-    """See `backend.planned`."""
+    """See `backend.planned`.
+
+    Raises:
+        ValueError: As there.
+    """
+    if stores and (queries.shape[2] != 1 or scheme.search):
+        raise ValueError(
+            "a token of each row is stored for one query token and without a search, "
+            f"got {queries.shape[2]} and {scheme}"
+        )
     ragged, sinks = isinstance(tokens, Rows), sink_arrays(scores)
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
     sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
