@@ -52,7 +52,7 @@ def planned(kernels, monkeypatch):
         return plan(*given, **options)
 
     monkeypatch.setattr(kernels, "planned", counted)
-    fused._last.step = None
+    fused._last.steps = ()
     kernels.forget()
     return calls
 
@@ -93,11 +93,21 @@ def test_a_layer_that_differs_has_a_plan_of_its_own(planned, name):
     queries, other, options = OTHERS[name]()
     got = fused.attend(queries, other, **{"scale": 0.1, **options})
     assert len(planned) == 2
-    fused._last.step = None
+    fused._last.steps = ()
     queries, other, options = OTHERS[name]()
     np.testing.assert_array_equal(
         np.array(got), np.array(fused.attend(queries, other, **{"scale": 0.1, **options}))
     )
+
+
+def test_layers_of_two_kinds_that_take_turns_share_two_plans(planned, kernels):
+    for n_tokens in (5, 9, 5, 9, 9, 5):
+        fused.attend(drawn((1, 2, 1, D)), layer(n_tokens=n_tokens), scale=0.1)
+    assert len(planned) == 2
+    assert [call.longest for call in kernels.attended] == [5, 9, 5, 9, 9, 5]
+    fused.attend(drawn((1, 2, 1, D)), layer(n_tokens=6), scale=0.1)
+    fused.attend(drawn((1, 2, 1, D)), layer(n_tokens=5), scale=0.1)
+    assert len(planned) == 4  # the third kind took a place
 
 
 LATE_OTHERS = {

@@ -115,11 +115,10 @@ def attend(
     """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
     if not window.fused:
         return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
-    taken: Step | str
-    last = _last.step
-    if last is not None and sinks is None and last.fits(queries, window, scale, mask):
-        taken = last
-    else:
+    taken: Step | str | None = None
+    if sinks is None:
+        taken = _last.planned(queries, window, scale, mask)
+    if taken is None:
         window = _aligned(window)
         taken = _planned(queries, window, scale, mask, sinks)
     if isinstance(taken, Step):
@@ -130,16 +129,30 @@ def attend(
         else:
             _count(KERNEL)
             return output
-    _last.step = None
+    _last.steps = ()
     _count(taken)
     return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
 
 class _Last(threading.local):
-    """What was done last in this thread; the next layer's is most often alike."""
+    """What was done last in this thread; the next layer's is most often alike.
 
-    step: Step | None = None
+    Attributes:
+        steps: The last two that were planned: layers may be of two kinds, and take turns.
+        appended: What could be appended.
+    """
+
+    steps: tuple[Step, ...] = ()
     appended: tuple[Any, ...] | None = None
+
+    def planned(
+        self, queries: mx.array, window: PackedWindow, scale: float, mask: Any
+    ) -> Step | None:
+        """That for these, if there is one."""
+        for step in self.steps:
+            if step.fits(queries, window, scale, mask):
+                return step
+        return None
 
 
 _last = _Last()
@@ -162,7 +175,8 @@ def _planned(
     except Exception as error:
         return _uncallable(error)
     step = Step.of(planned, call.stores, queries, window, scale, mask)
-    _last.step = step if sinks is None else None
+    if sinks is None:
+        _last.steps = (step, *_last.steps[:1])
     return step
 
 
