@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstow.attention import arrival, fused, parity, selfcheck
+from kvstow.attention import arrival, fused, notices, parity, selfcheck, step
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
@@ -161,8 +161,8 @@ class StandIn:
 def new_process(monkeypatch):
     """What a process knows at its start."""
     monkeypatch.setattr(selfcheck, "_outcomes", {})
-    monkeypatch.setattr(fused, "_warned", set())
-    monkeypatch.setattr(fused, "_last", fused._Last())
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(fused, "_last", step.Last())
     monkeypatch.setattr(fused, "_counts", type(fused._counts)())
 
 

@@ -272,7 +272,8 @@ def test_the_page_says_how_each_run_ended():
         "| **did not run**: Error: a \\| b |",
         "| head_dim 512 | **2 errors** | not run | not run |",
         "",
-        "memcheck: compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `abc`.  ",
-        "racecheck: compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `def`.  ",
+        "the kernel with a fault, head_dim 64, head_dim 512: compute-sanitizer 2025.3.1.0, "
+        "NVIDIA H200, commit `abc`.  ",
+        "the kernel with a fault: compute-sanitizer 2025.3.1.0, NVIDIA H200, commit `def`.  ",
     ]
     assert list(made([])) == ["This has not been run yet."]

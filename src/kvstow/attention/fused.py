@@ -7,11 +7,9 @@ with the reason. Nothing here raises where that would not.
 """
 
 import threading
-import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,13 +17,13 @@ import numpy as np
 from kvstow.attention import selfcheck
 from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
+from kvstow.attention.notices import warn
 from kvstow.attention.parity import say
-from kvstow.attention.step import Step
+from kvstow.attention.step import Last, Step
 from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.errors import KvstowWarning
 from kvstow.kernels import backend as kernels
 from kvstow.kernels.calls import NAMES
 from kvstow.kernels.plan import MOST_STEP_TOKENS
@@ -63,7 +61,6 @@ _encode_task = lru_cache(maxsize=256)(EncodeTask)
 _scores = lru_cache(maxsize=256)(kernels.Scores)
 
 _counts: Counter[str] = Counter()
-_warned: set[str] = set()
 _lock = threading.Lock()
 
 
@@ -119,7 +116,7 @@ def attend(
     if sinks is None:
         taken = _last.planned(queries, window, scale, mask)
     if taken is None:
-        window = _aligned(window)
+        window = window.aligned(ALIGNED_TOKENS)
         taken = _planned(queries, window, scale, mask, sinks)
     if isinstance(taken, Step):
         try:
@@ -134,28 +131,7 @@ def attend(
     return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
 
-class _Last(threading.local):
-    """What was done last in this thread; the next layer's is most often alike.
-
-    Attributes:
-        steps: The last two that were planned: layers may be of two kinds, and take turns.
-        appended: What could be appended.
-    """
-
-    steps: tuple[Step, ...] = ()
-    appended: tuple[Any, ...] | None = None
-
-    def planned(
-        self, queries: mx.array, window: PackedWindow, scale: float, mask: Any
-    ) -> Step | None:
-        """That for these, if there is one."""
-        for step in self.steps:
-            if step.fits(queries, window, scale, mask):
-                return step
-        return None
-
-
-_last = _Last()
+_last = Last()
 
 
 def _planned(
@@ -176,13 +152,13 @@ def _planned(
         return _uncallable(error)
     step = Step.of(planned, call.stores, queries, window, scale, mask)
     if sinks is None:
-        _last.steps = (step, *_last.steps[:1])
+        _last.keep(step)
     return step
 
 
 def _uncallable(error: Exception) -> str:
     why = "the kernel could not be called"
-    _warn(f"{why}, attention is deferred instead: {say(error)}", once=why)
+    warn(f"{why}, attention is deferred instead: {say(error)}", once=why)
     return why
 
 
@@ -194,7 +170,7 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
         return kernels.encode(keys, values, scheme)
     except Exception as error:
         what = "the encoding kernel could not be called"
-        _warn(f"{what}: {say(error)}", once=what)
+        warn(f"{what}: {say(error)}", once=what)
         return None
 
 
@@ -304,19 +280,8 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def _why_unchecked(task: Task) -> str:
     outcome = selfcheck.outcome(task)
     if not outcome.passed:
-        _warn(outcome.warning, once=outcome.why)
+        warn(outcome.warning, once=outcome.why)
     return outcome.why
-
-
-def _aligned(window: PackedWindow) -> PackedWindow:
-    """With room for a multiple of tokens in its planes; nobody reads what is added."""
-    if more := -int(window.keys.scales.shape[2]) % ALIGNED_TOKENS:
-        pad = [(0, 0), (0, 0), (0, more), (0, 0)]
-        window = window.settled()
-        keys = PackedKeys(*(mx.pad(plane, pad) for plane in window.keys))
-        values = PackedValues(*(mx.pad(plane, pad) for plane in window.values))
-        return replace(window, keys=keys, values=values)
-    return window
 
 
 @lru_cache(maxsize=8)
@@ -327,15 +292,3 @@ def _lengths(b: int, n_tokens: int) -> mx.array:
 def _count(what: str) -> None:
     with _lock:
         _counts[what] += 1
-
-
-def _warn(text: str, *, once: str) -> None:
-    """Warn, but not twice of `once`; never as an error, whatever filters say."""
-    with _lock:
-        if once in _warned:
-            return
-        _warned.add(once)
-    try:
-        warnings.warn(text, KvstowWarning, stacklevel=2)
-    except Warning:  # a filter makes it an error
-        return

@@ -4,6 +4,7 @@ With a short context a token takes as long as the host needs for its layers, and
 anew in each of them that a kernel takes it, and how, is the larger part of that.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,31 @@ class Step:
         output = self.call(queries, planes, exact, arrival.after)
         arrival.encoded(output)
         return output
+
+
+class Last(threading.local):
+    """What was done last in this thread; the next layer's is most often alike.
+
+    Attributes:
+        steps: The last two that were planned: layers may be of two kinds, and take turns.
+        appended: What could be appended.
+    """
+
+    steps: tuple[Step, ...] = ()
+    appended: tuple[Any, ...] | None = None
+
+    def planned(
+        self, queries: mx.array, window: PackedWindow, scale: float, mask: Any
+    ) -> Step | None:
+        """That for these, if there is one."""
+        for step in self.steps:
+            if step.fits(queries, window, scale, mask):
+                return step
+        return None
+
+    def keep(self, step: Step) -> None:
+        """Another one was planned."""
+        self.steps = (step, *self.steps[:1])
 
 
 def _like(arrival: Arrival | None) -> _Like | None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from kvstow.attention.arrival import Arrival
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
@@ -32,6 +34,15 @@ class PackedWindow:
             return self
         self.arrival.wait()
         return replace(self, arrival=None)
+
+    def aligned(self, multiple: int) -> "PackedWindow":
+        """With room for a multiple of tokens in its planes; nobody reads what is added."""
+        if not (more := -int(self.keys.scales.shape[2]) % multiple):
+            return self
+        pad, there = [(0, 0), (0, 0), (0, more), (0, 0)], self.settled()
+        keys = PackedKeys(*(mx.pad(plane, pad) for plane in there.keys))
+        values = PackedValues(*(mx.pad(plane, pad) for plane in there.values))
+        return replace(there, keys=keys, values=values)
 
     @property
     def head_dim(self) -> int:
