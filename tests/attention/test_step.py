@@ -125,6 +125,28 @@ def test_a_plan_that_stores_a_token_is_for_layers_that_have_one_on_its_way(plann
     assert len(kernels.stored) == 1
 
 
+def test_a_prompt_keeps_neither_plan_nor_mask(planned):
+    n = fused.MOST_STEP_TOKENS + 1
+    for _ in range(2):
+        fused.attend(drawn((1, 2, n, D)), layer(n_tokens=n), scale=0.1, mask="causal")
+    assert len(planned) == 2
+    assert fused._last.steps == ()
+
+
+def test_planes_are_padded_for_the_kernel_alone(planned, monkeypatch):
+    pads, pad = [], mx.pad
+    monkeypatch.setattr(mx, "pad", lambda *given: pads.append(given) or pad(*given))
+    given = drawn((1, 2, 1, D)), layer(capacity=13)
+    unknown = mx.ones((1, 5), mx.bool_)
+    fused.attend(*given, scale=0.1, mask=unknown)
+    assert not pads
+    assert not planned
+    padded = fused.attend(*given, scale=0.1)
+    assert pads
+    whole = fused.attend(given[0], layer(capacity=CAPACITY), scale=0.1)
+    np.testing.assert_allclose(np.array(padded), np.array(whole), atol=1)
+
+
 def test_a_layer_with_sinks_is_planned_by_itself(planned, monkeypatch, kernels):
     monkeypatch.setattr(kernels, "attend", lambda queries, *_, **__: queries)
     sinks = mx.zeros((2,))

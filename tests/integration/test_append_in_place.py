@@ -185,6 +185,35 @@ def test_a_token_that_nobody_attends_to_is_stored_by_a_launch_of_its_own(stepped
     assert len(kernels.appended) == 1
 
 
+def test_each_launch_waits_for_the_one_before(stepped, kernels):
+    _, step = stepped
+    first = step()
+    output = fused.attend(queries(), first, scale=0.1)
+    again = fused.attend(queries(), first, scale=0.1)  # another layer's, of the same window
+    assert kernels.attended[-1].after is output
+    second = fused.attend(queries(), step(), scale=0.1)
+    assert kernels.waited[-1] is output
+    assert again is not output
+    step()
+    third = step()  # has the one before stored by a launch of its own
+    assert kernels.waited[-1] is second
+    alone = kernels.tokens[-1]
+    fused.attend(queries(2), third, scale=0.1, mask="causal")
+    assert kernels.waited[-1] is alone
+    assert kernels.attended[-1].after is kernels.tokens[-1]
+
+
+def test_no_token_is_promised_once_the_default_device_is_another(stepped, kernels, monkeypatch):
+    layer, step = stepped
+    fused.attend(queries(), step(), scale=0.1)
+    monkeypatch.setattr(fused, "why_no_device", lambda: "mlx's default device is the CPU")
+    fetched = step()
+    assert fetched.arrival is None
+    assert not np.isnan(np.array(fused.attend(queries(), fetched, scale=0.1))).any()
+    assert layer.offset == 9
+    assert kernels.appended == []
+
+
 APART = {
     "several query tokens": (1, lambda fetched: (queries(2), fetched)),
     "several tokens": (2, lambda fetched: (queries(2), fetched)),
@@ -225,7 +254,7 @@ def test_attention_that_stores_wrongly_is_not_asked_to(kernels, monkeypatch):
     with deferred.installed():
         both.append(drawn(rng, 5))
         both.append(drawn(rng, 1))
-        with pytest.warns(UserWarning, match="_append failed its self-check"):
+        with pytest.warns(UserWarning, match="_store failed its self-check"):
             both.attend(rng, 1)
         kernels.forget()
         both.attend(rng, 1)

@@ -25,6 +25,7 @@ class Attended:
     lengths: list | None
     window: int
     scale: float
+    after: mx.array | None = None  # what it waited for
 
 
 @dataclass
@@ -37,7 +38,8 @@ class StandIn:
     attended: list[Attended] = field(default_factory=list)
     encoded: list[tuple] = field(default_factory=list)
     appended: list[tuple] = field(default_factory=list)  # shapes and positions
-    stored: list[tuple] = field(default_factory=list)  # the same, of what attention appends
+    stored: list[tuple] = field(default_factory=list)  # the same, of what attention stores
+    waited: list = field(default_factory=list)  # for what, of each of both
     error: BaseException | None = None  # of every call
     attention_off: float = 0.0  # added to every output
     tokens: list[mx.array] = field(default_factory=list)  # that appends have returned
@@ -75,6 +77,7 @@ class StandIn:
                 lengths.tolist() if ragged else None,
                 scores.window,
                 scores.scale,
+                after,
             )
         )
         if ragged:
@@ -113,6 +116,7 @@ class StandIn:
         keys, values = exact
         made = self._encoded(keys, values, scheme)
         self.appended.append((keys.shape, position))
+        self.waited.append(after)
         mx.eval(planes, made)
         for plane, rows in zip(planes, (*made[0], *made[1]), strict=True):
             memory = np.asarray(plane)

@@ -52,11 +52,11 @@ def as_program(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [(False, False), (True, True)])
-@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.usefixtures("as_program")
-def test_attention_compiles_with_the_signature_of_mlx(options, appends):
+def test_attention_compiles_with_the_signature_of_mlx(options, stores):
     ragged, with_sinks = options
-    kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448, appends=appends)
+    kernel = decode_kernel((8, 3), 64, "bfloat16", 4, 232_448, stores=stores)
     compile_or_skip(build.decode_callable.__wrapped__(kernel, ragged, with_sinks))
 
 

@@ -24,9 +24,13 @@ class Arrival:
         position: Where in the capacity the first token comes to be.
         exact: Keys and values ``(b, h, t, d)``.
         before: Tokens that are on their way into the same planes; None: there are none.
+
+    Attributes:
+        position: As given.
+        after: What tells that those before are there, until these are encoded.
     """
 
-    __slots__ = ("_exact", "_planes", "_there", "after", "position", "scheme")
+    __slots__ = ("_exact", "_planes", "_scheme", "_there", "after", "position")
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Arrival:
         exact: Exact,
         before: "Arrival | None" = None,
     ) -> None:
-        self.scheme, self.position = scheme, position
+        self._scheme, self.position = scheme, position
         self.after = None if before is None else before.there()
         self._exact: Exact | None = exact
         self._planes = planes
@@ -51,7 +55,7 @@ class Arrival:
         """An array that is there once the tokens are; encodes them unless that was done."""
         if self._exact is not None:
             to = self._planes, self.position
-            self.encoded(kernels.append(*to, self._exact, self.scheme, after=self.after))
+            self.encoded(kernels.append(*to, self._exact, self._scheme, after=self.after))
         there: mx.array = self._there
         return there
 

@@ -88,7 +88,7 @@ def has_kernel(task: Task) -> bool:
 
 
 def can_append() -> bool:
-    """Whether `append` has a kernel on the GPU that MLX uses, right or wrong."""
+    """Whether the GPU that MLX uses has kernels that write into planes, right or wrong."""
     return not why_no_device() and kernels.can_append()
 
 
@@ -116,11 +116,10 @@ def attend(
     if sinks is None:
         taken = _last.planned(queries, window, scale, mask)
     if taken is None:
-        window = window.aligned(ALIGNED_TOKENS)
         taken = _planned(queries, window, scale, mask, sinks)
     if isinstance(taken, Step):
         try:
-            output = taken.run(queries, window)
+            output = taken.run(queries, window.aligned(ALIGNED_TOKENS))
         except Exception as error:
             taken = _uncallable(error)
         else:
@@ -145,13 +144,15 @@ def _planned(
     call = plan_call(queries, window, scale, mask, sinks)
     if not isinstance(call, Call):
         return call
-    planes, given = (window.keys, window.values), (call.tokens, window.scheme, call.scores)
+    given = call.tokens, window.scheme, call.scores
     try:
+        padded = window.aligned(ALIGNED_TOKENS)
+        planes = padded.keys, padded.values
         planned = kernels.planned(queries, planes, *given, stores=call.stores)
     except Exception as error:
         return _uncallable(error)
     step = Step.of(planned, call.stores, queries, window, scale, mask)
-    if sinks is None:
+    if sinks is None and queries.shape[2] <= MOST_STEP_TOKENS:  # a prompt's mask may be large
         _last.keep(step)
     return step
 
@@ -174,10 +175,10 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
         return None
 
 
-def appends(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
+def can_encode_in_place(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
     """Whether kernels can encode both into the memory of planes, see `arrival`."""
     alike = scheme, keys.shape, keys.dtype, values.shape, values.dtype
-    if _last.appended == alike:  # by the layer before
+    if _last.appended == alike and not why_no_device():  # by the layer before
         return True
     can = (
         can_append()
@@ -238,9 +239,9 @@ def _can_store(queries: mx.array, window: PackedWindow, n_tokens: int) -> bool:
     arrival = window.arrival
     if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
         return False
-    keys = exact[0]
+    keys, capacity = exact[0], window.keys.scales.shape[2]
     is_step = queries.shape[2] == keys.shape[2] == 1 and arrival.position == n_tokens - 1
-    return is_step and keys.dtype == queries.dtype
+    return is_step and keys.dtype == queries.dtype and capacity % ALIGNED_TOKENS == 0
 
 
 def _why_no_kernel(

@@ -47,7 +47,7 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
     scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
     starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
     step = task if isinstance(task, AttendTask) else None
-    n_late = 1 if step and step.appends else 0
+    n_late = 1 if step and step.stores else 0
     exact = _exact(rng, (len(starts), N_KV_HEADS, CAPACITY, d), task.dtype)
     planes, poisoned = _planes(rng, scheme, exact, starts, N_TOKENS - n_late)
     group, n_queries = (step.group, step.n_queries) if step else (PROMPT_HEADS, PROMPT_QUERIES)

@@ -39,14 +39,14 @@ class AttendTask(_Stored):
         n_queries: Query tokens.
         ragged: Whether rows begin at tokens of their own.
         sinks: Whether there are attention sinks.
-        appends: Whether each row's last token is stored first.
+        stores: Whether each row's last token is stored first.
     """
 
     group: int
     n_queries: int
     ragged: bool
     sinks: bool = False
-    appends: bool = False
+    stores: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
         """Of what is compiled: other tasks may share it.
@@ -56,7 +56,7 @@ class AttendTask(_Stored):
         """
         rows, dtype = self.group * self.n_queries, _dtype(self.dtype)
         stored = self.widths, self.head_dim, dtype
-        kernel = device.decode_kernel(*stored, rows, appends=self.appends)
+        kernel = device.decode_kernel(*stored, rows, stores=self.stores)
         return kernel.name + _suffixes(self)
 
 

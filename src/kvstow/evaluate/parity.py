@@ -74,7 +74,7 @@ def sample() -> list[Task]:
         tasks.append(EncodeTask(*pair, head_dim, dtype, searched))
         if backend.can_append():
             tasks.append(EncodeTask(*pair, head_dim, dtype, searched, append=True))
-            tasks.append(replace(step, n_queries=1, appends=True))
+            tasks.append(replace(step, n_queries=1, stores=True))
         if head_dim in prefill.HEAD_DIMS and backend.name() == "cuda":
             tasks.append(PrefillTask(*pair, head_dim, dtype, several, sinks))
     return tasks

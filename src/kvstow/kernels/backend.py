@@ -61,7 +61,7 @@ def attend(
         tokens: How many of them are data, or the rows of a ragged batch.
         scheme: Widths that the planes were encoded with.
         scores: How the scores become weights.
-        after: What `append` returned for tokens that are to be seen.
+        after: What `append`, or a call that stores, returned for tokens that are to be seen.
 
     Returns:
         ``(b, hq, l, d)`` in the dtype of the queries.
@@ -103,6 +103,8 @@ def planned(
     if name() == "cuda":
         return cuda_mlx.planned(queries, planes, tokens, scheme, scores, stores=stores)
 
+    if stores:
+        raise ValueError("no kernel for Metal stores tokens before it attends")
     return lambda queries, planes, *_, **__: attend(queries, planes, tokens, scheme, scores)
 
 
@@ -142,7 +144,7 @@ def append(
         position: Where in the capacity the first token comes to be.
         exact: Keys and values, as those of `encode`, of at least one token.
         scheme: Widths to encode with, and whether to search.
-        after: What this returned for tokens that are being written still.
+        after: What this, or a call that stores, returned for tokens that are being written still.
 
     Returns:
         An array that is there once the tokens are, these and those of `after`: whoever reads

@@ -107,7 +107,7 @@ class MetalDevice:
         dtype: Dtype,
         n_rows: int,
         *,
-        appends: bool = False,
+        stores: bool = False,
     ) -> MetalDecodeKernel:
         """What attends `n_rows` query rows of a KV head.
 
@@ -116,7 +116,7 @@ class MetalDevice:
             UnsupportedModel: If `head_dim` has none.
             ValueError: If it is to append.
         """
-        if appends:
+        if stores:
             raise ValueError("no kernel for Metal stores tokens before it attends")
         key_bits, value_bits = widths
         check_keys(key_bits, head_dim)

@@ -1,7 +1,6 @@
 """Launches the kernels for CUDA on MLX arrays, through `mx.fast.cuda_kernel`.
 
-Lengths and counts travel in one small array, which all layers of a step share: what a call
-costs on the host matters more at short contexts than what the kernel does.
+Counts and tables travel in one small array, which all layers of a step share (decision 17).
 """
 
 import threading
@@ -43,7 +42,7 @@ from kvstow.kernels.plan import Device, Shape, plan_attention
 from kvstow.kernels.specialise import Dtype, EncodeKernel
 from kvstow.scheme import Turbo
 
-# Arrivals are used again after so many calls of a thread. MLX puts at most
+# Counters of arriving splits are used again after so many calls of a thread. MLX puts at most
 # MLX_MAX_OPS_PER_BUFFER of them, 100 unless it is set, into one graph, and runs graphs of a
 # stream one after the other.
 N_SLOTS = 256
@@ -92,12 +91,12 @@ def planned(
 class _Call:
     """See `calls.Planned`."""
 
-    __slots__ = ("_arrivals", "_constants", "_given", "_kernel", "_options")
+    __slots__ = ("_constants", "_counters", "_given", "_kernel", "_options")
 
     def __init__(self, made: "_Prepared", dtype: mx.Dtype, given: list[mx.array]) -> None:
         self._kernel, self._constants, self._given = made.kernel, made.constants, given
         self._options = {**made.launch, "output_dtypes": [dtype, mx.float32]}
-        self._arrivals = _arrivals(made.n_blocks)
+        self._counters = _counters(made.n_blocks)
 
     def __call__(
         self,
@@ -108,7 +107,7 @@ class _Call:
     ) -> mx.array:
         keys, values = planes
         before = _nothing() if after is None else after
-        of_call = queries, self._constants, next(self._arrivals), before
+        of_call = queries, self._constants, next(self._counters), before
         inputs = [*keys, *values, *of_call, *self._given, *exact]
         output: mx.array = self._kernel(inputs=inputs, **self._options)[0]
         return output
@@ -175,7 +174,7 @@ _ONE, _WHOLE = [(1,)], [mx.int32]
 @dataclass(frozen=True, slots=True)
 class _PreparedEncoding:
     kernel: EncodeKernel
-    launch: dict[str, tuple[int, int, int]]  # MLX's options
+    launch: dict[str, Any]  # MLX's options; on the GPU whatever the default device is by then
     tables: tuple[mx.array, ...]  # signs and boundaries, and for a search its tables
 
 
@@ -186,7 +185,7 @@ def _prepare_encoding(shape: tuple[int, ...], scheme: Turbo, dtype: Dtype) -> _P
     grid = kernel.n_blocks(b * h * n) * kernel.threads, 1, 1
     return _PreparedEncoding(
         kernel,
-        launch={"grid": grid, "threadgroup": (kernel.threads, 1, 1)},
+        launch={"grid": grid, "threadgroup": (kernel.threads, 1, 1), "stream": mx.gpu},
         tables=_encoding_tables(d, scheme.value_bits, scheme.search),
     )
 
@@ -230,9 +229,9 @@ def _prepare(
         ValueError: If the capacity is not a multiple of 8, or there are more tokens than it.
     """
     (b, hq, n_queries, d), (h, capacity), n_tokens = sizes
-    ragged, appends, with_sinks, window, scale = options
+    ragged, stores, with_sinks, window, scale = options
     check_tokens(n_tokens, capacity)
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, appends=appends)
+    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, stores=stores)
     plan = plan_attention(shape, widths, dtype, device())
     n_rows = b * hq * n_queries if plan.writes_parts else 1
     counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
@@ -255,13 +254,14 @@ def _constants(head_dim: int, bits: int, counts: tuple[int, ...]) -> mx.array:
 
 @cache
 def _tables(head_dim: int, bits: int) -> np.ndarray:
-    parts = np.zeros(AT_TABLES - len(DECODE_COUNTS) - 1, np.int32), CENTROIDS[bits]
-    last = np.append(BOUNDARIES[bits], np.float32(0)), SIGNS[head_dim].astype(np.int8)
-    return np.concatenate([np.ascontiguousarray(part).view(np.int32) for part in (*parts, *last)])
+    behind_counts = np.zeros(AT_TABLES - len(DECODE_COUNTS) - 1, np.int32)
+    floats = np.concatenate([CENTROIDS[bits], BOUNDARIES[bits], np.zeros(1, np.float32)])
+    signs = SIGNS[head_dim].astype(np.int8)
+    return np.concatenate([behind_counts, floats.view(np.int32), signs.view(np.int32)])
 
 
 class _Slots(threading.local):
-    """Arrivals of each thread, by number of blocks."""
+    """Counters of each thread, by number of blocks."""
 
     def __init__(self) -> None:
         self.by_size: dict[int, Iterator[mx.array]] = {}
@@ -270,7 +270,7 @@ class _Slots(threading.local):
 _slots = _Slots()
 
 
-def _arrivals(n_blocks: int) -> Iterator[mx.array]:
+def _counters(n_blocks: int) -> Iterator[mx.array]:
     """Arrays of `n_blocks` zeros, each of which no call in flight uses; for this thread."""
     if n_blocks not in _slots.by_size:
         zeros = mx.zeros((N_SLOTS, n_blocks), mx.int32)

@@ -27,15 +27,15 @@ def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sin
     """Takes planes, queries, constants, arrivals, written; rows, sinks; gives output and parts.
 
     What `written` holds is not read: MLX waits for who makes it. Parts are sums, and weights
-    behind them. One that appends takes keys and values at the end, and writes to the memory of
+    behind them. One that stores takes keys and values at the end, and writes to the memory of
     planes, which are inputs all the same. Constants have 32 bits each: the numbers of
     `DECODE_COUNTS` and the scores' factor, and from `AT_TABLES` on 2^value_bits centroids, as
     many boundaries, of which the last is not used, and the signs.
     """
     names = [*_PLANES, "queries", "arrivals"]
     given = (["starts", "lengths"] if ragged else []) + (["sinks"] if with_sinks else [])
-    appends = isinstance(kernel, DecodeKernel) and kernel.appends
-    appended = ["new_keys", "new_values"] if appends else []
+    stores = isinstance(kernel, DecodeKernel) and kernel.stores
+    stored = ["new_keys", "new_values"] if stores else []
     null = [name for name in ("starts", "lengths", "sinks") if name not in given]
     table, n_counts = 1 << kernel.value_bits, len(DECODE_COUNTS)
     rows = "(size_t)args.batch * args.n_kv_heads * args.group * args.n_queries"
@@ -49,9 +49,9 @@ def decode_callable(kernel: DecodeKernel | PrefillKernel, ragged: bool, with_sin
         "args.output = output; args.sums = parts;",
         f"args.weights = parts + {rows} * args.n_splits * {kernel.head_dim};",
         *(f"args.{name} = nullptr;" for name in null),
-        *_pointers([*names, *given, *appended]),
+        *_pointers([*names, *given, *stored]),
     ]
-    inputs = [*_PLANES, "queries", "constants", "arrivals", "written", *given, *appended]
+    inputs = [*_PLANES, "queries", "constants", "arrivals", "written", *given, *stored]
     return _made(kernel, "_".join([kernel.name, *given]), inputs, ["output", "parts"], gathered)
 
 
@@ -113,7 +113,7 @@ def _made(
     # MLX's signature has no launch bounds, without which registers may not suffice for a
     # block: the kernel's name is a macro that adds them.
     # MLX keeps what it compiled on disk, by name: another source needs another name.
-    name = f"{name}_{digest(kernel.file_name)}"
+    name = f"{name}_{digest(kernel.file_name, *inputs, *outputs, *gathered)}"
     function = f"custom_kernel_{name}"
     bounds = f"#define {function} __launch_bounds__({kernel.threads}, {kernel.blocks}) {function}\n"
     args = "EncodeArgs" if isinstance(kernel, EncodeKernel) else "DecodeArgs"

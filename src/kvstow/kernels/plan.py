@@ -56,11 +56,11 @@ class Device:
         dtype: Dtype,
         n_rows: int,
         *,
-        appends: bool = False,
+        stores: bool = False,
     ) -> DecodeKernel:
         """What attends `n_rows` query rows of a KV head; see `specialise.decode_kernel`."""
         limit = self.shared_limit
-        return decode_kernel(widths, head_dim, dtype, n_rows, limit, appends=appends)
+        return decode_kernel(widths, head_dim, dtype, n_rows, limit, stores=stores)
 
     def prefill_kernel(self, widths: tuple[int, int], head_dim: int, dtype: Dtype) -> PrefillKernel:
         """What attends the many query rows of a prompt; see `prefill.prefill_kernel`."""
@@ -85,7 +85,7 @@ class Shape:
         head_dim: Elements of a key and of a value.
         n_tokens: Tokens of the longest row.
         ragged: Whether rows differ in length.
-        appends: Whether each row's last token is to be stored first.
+        stores: Whether each row's last token is to be stored first.
     """
 
     batch: int
@@ -95,7 +95,7 @@ class Shape:
     head_dim: int
     n_tokens: int
     ragged: bool = False
-    appends: bool = False
+    stores: bool = False
 
     @property
     def group(self) -> int:
@@ -175,7 +175,7 @@ def plan_decode(shape: Shape, widths: tuple[int, int], dtype: Dtype, device: Dev
         UnsupportedModel: If there is no kernel of this head_dim.
     """
     rows = shape.group * shape.n_queries
-    kernel = device.decode_kernel(widths, shape.head_dim, dtype, rows, appends=shape.appends)
+    kernel = device.decode_kernel(widths, shape.head_dim, dtype, rows, stores=shape.stores)
     if shape.ragged:
         return in_shares(shape, kernel, max(1, device.n_processors))
     splits = max(1, round(device.n_processors / _n_blocks(shape, kernel.rows)))

@@ -45,10 +45,9 @@ def cuda_include(file_name: str) -> str:
     return f'#include "{path}"\n' if isinstance(path, Path) else cuda_header(file_name)
 
 
-@cache
-def digest(file_name: str) -> str:
-    """Eight hexadecimal digits that change with the device source of an op."""
-    return hashlib.sha256(cuda_header(file_name).encode()).hexdigest()[:8]
+def digest(file_name: str, *more: str) -> str:
+    """Eight hexadecimal digits that change with the device source of an op, and what is added."""
+    return hashlib.sha256("\0".join([cuda_header(file_name), *more]).encode()).hexdigest()[:8]
 
 
 def cuda_program(kernel: AnyKernel) -> str:

@@ -53,7 +53,7 @@ class DecodeKernel:
         warps: Of a block.
         stages: Tiles that a warp holds at once.
         tile: Tokens of a tile.
-        appends: Whether it stores each row's last token before it reads it, for one query token.
+        stores: Whether it stores each row's last token before it reads it, for one query token.
     """
 
     head_dim: int
@@ -64,7 +64,7 @@ class DecodeKernel:
     warps: int
     stages: int
     tile: int
-    appends: bool = False
+    stores: bool = False
 
     file_name = "decode_attention.cuh"
 
@@ -73,7 +73,7 @@ class DecodeKernel:
         """A C identifier, one for each specialisation."""
         return (
             f"kvstow_decode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}"
-            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}{'_append' * self.appends}"
+            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}{'_store' * self.stores}"
         )
 
     @property
@@ -146,7 +146,7 @@ class DecodeKernel:
     def call(self, args: str, shared: str) -> str:
         """The C++ expression that does its work."""
         dtype = f"kvstow::{self.dtype.upper()}"
-        types = f"{self.shape}, {dtype}, {str(self.appends).lower()}"
+        types = f"{self.shape}, {dtype}, {str(self.stores).lower()}"
         return f"kvstow::decode_attention<{types}>({args}, {shared})"
 
 
@@ -218,7 +218,7 @@ def decode_kernel(
     n_rows: int,
     shared_limit: int,
     *,
-    appends: bool = False,
+    stores: bool = False,
 ) -> DecodeKernel:
     """The kernel for a shape, with the most rows that fit, and then the best launch.
 
@@ -228,7 +228,7 @@ def decode_kernel(
         dtype: Of the queries.
         n_rows: Query rows of one KV head; beyond what a block takes there are more blocks.
         shared_limit: Bytes of shared memory that a block may have.
-        appends: See `DecodeKernel`.
+        stores: See `DecodeKernel`.
 
     Raises:
         SchemeError: If a width has no encoding.
@@ -242,7 +242,7 @@ def decode_kernel(
     most = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
     for quads in sorted((n for n in ROW_QUADS if n <= most), reverse=True):
         for warps, stages, tile in LAUNCHES:
-            kernel = DecodeKernel(*stored, quads, warps, stages, tile, appends)
+            kernel = DecodeKernel(*stored, quads, warps, stages, tile, stores)
             if kernel.is_possible and kernel.shared_bytes <= shared_limit:
                 return kernel
     raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")

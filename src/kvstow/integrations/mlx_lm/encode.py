@@ -53,7 +53,7 @@ def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.a
     """
     n_tokens = keys.shape[2]
     planes = store.writable(n_tokens)
-    if not planes or not kernels.appends(scheme, keys, values):
+    if not planes or not kernels.can_encode_in_place(scheme, keys, values):
         return False
     store.expect(n_tokens, Arrival(scheme, planes, store.end, (keys, values), before=store.arrival))
     return True

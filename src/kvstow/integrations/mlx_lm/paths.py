@@ -159,7 +159,7 @@ def _failed(
         if fused.can_append():  # checked now, but nothing hangs on it: there is another way
             selfcheck.outcome(EncodeTask(*about, scheme.search, append=True))
             if not scheme.search:
-                selfcheck.outcome(replace(step, appends=True))
+                selfcheck.outcome(replace(step, stores=True))
     outcomes = map(selfcheck.outcome, tasks)
     return next((outcome for outcome in outcomes if not outcome.passed), None)
 

@@ -11,9 +11,9 @@
 //   sums[dim, row] += values . weights      float16 products of decoded centroids  value_sums.cuh
 //   output = unrotate(sums / total)         once per row, by the last split        merge.cuh
 #pragma once
-#include "append.cuh"
 #include "key_scores.cuh"
 #include "merge.cuh"
+#include "store.cuh"
 #include "tile_ring.cuh"
 namespace kvstow {
 
@@ -71,7 +71,7 @@ struct OnlineSoftmax {
 };
 
 // The tokens of one split, for the rows of one block.
-template <class S, Dtype T, bool APPENDS>
+template <class S, Dtype T, bool STORES>
 KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Share<S>& share, Split& split) {
   const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
   const BlockRows<S> rows(args, split.b, split.row_block);
@@ -82,8 +82,8 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Shar
   if (args.lengths) share.keep(shared, split);
   const u64 plane_row = (u64)split.b * args.n_kv_heads + split.head;
   const int tile0 = begin + warp * S::TILE;
-  if (APPENDS && end == rows.any_high && (end - 1 - begin) / S::TILE % S::WARPS == warp)
-    append_last<S, T>(args, split.b, split.head, end - 1);
+  if (STORES && end == rows.any_high && (end - 1 - begin) / S::TILE % S::WARPS == warp)
+    store_last<S, T>(args, split.b, split.head, end - 1);
   const LoadedRows<S, T> loaded(args, rows, split.b, split.head);
   const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
   TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
@@ -133,15 +133,15 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Shar
 }
 
 // Grid of shares where rows have lengths, else of splits; blocks of WARPS * 32 threads with SHARED_BYTES.
-// With APPENDS there is one query token, and each row's last token is stored before it is read.
-template <class S, Dtype T, bool APPENDS>
+// With STORES there is one query token, and each row's last token is stored before it is read.
+template <class S, Dtype T, bool STORES>
 KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
   Split split;
   Share<S> share;
   if (args.lengths) share.find(args);
   do {
     if (!(args.lengths ? share.next(args, split) : find_split<S>(args, split))) return;
-    decode_split<S, T, APPENDS>(args, shared, share, split);
+    decode_split<S, T, STORES>(args, shared, share, split);
     // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
     finish<S, T>(args, split, (volatile int*)(shared + S::AT_LAST));
   } while (args.lengths);
