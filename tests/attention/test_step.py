@@ -147,13 +147,20 @@ def test_planes_are_padded_for_the_kernel_alone(planned, monkeypatch):
     np.testing.assert_allclose(np.array(padded), np.array(whole), atol=1)
 
 
-def test_a_layer_with_sinks_is_planned_by_itself(planned, monkeypatch, kernels):
-    monkeypatch.setattr(kernels, "attend", lambda queries, *_, **__: queries)
-    sinks = mx.zeros((2,))
+def test_layers_with_sinks_share_a_plan_and_not_their_sinks(planned, monkeypatch, kernels):
+    given = []
+
+    def attend(queries, _planes, _tokens, _scheme, scores, **_):
+        given.append(scores.sinks)
+        return queries
+
     monkeypatch.setattr(fused.selfcheck, "outcome", lambda _: fused.selfcheck.Outcome("", ""))
-    for _ in range(2):
+    monkeypatch.setattr(kernels, "attend", attend)
+    several = [mx.zeros((2,)), mx.ones((2,)), None]
+    for sinks in several:
         fused.attend(drawn((1, 2, 1, D)), layer(), scale=0.1, sinks=sinks)
     assert len(planned) == 2
+    assert all(got is sinks for got, sinks in zip(given, several, strict=True))
 
 
 def test_a_step_that_is_deferred_is_planned_again_in_the_next_layer(planned):

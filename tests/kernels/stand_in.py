@@ -1,6 +1,6 @@
 """Stands for `kvstow.kernels.mlx` on a machine without a GPU: the same calls, recorded."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -127,8 +127,8 @@ class StandIn:
         return self.tokens[-1]
 
     def planned(self, _queries, _planes, tokens, scheme, scores, *, stores=False):
-        def call(queries, planes, exact=(), after=None):
-            given = queries, planes, tokens, scheme, scores
+        def call(queries, planes, exact=(), after=None, sinks=None):
+            given = queries, planes, tokens, scheme, replace(scores, sinks=sinks)
             if stores:
                 return self.store_and_attend(*given, exact, after=after)
             return self.attend(*given, after=after)

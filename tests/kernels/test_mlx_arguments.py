@@ -99,6 +99,39 @@ def test_layers_of_a_step_share_what_is_made_on_the_host(monkeypatch):
     assert not first[7].any()
 
 
+def test_arrays_are_given_in_the_order_of_their_names(monkeypatch):
+    given = []
+
+    def callable_of(*_):
+        return lambda inputs, **_: given.append(inputs) or [mx.zeros((1, 4, 1, 64))]
+
+    monkeypatch.setattr(kernels, "decode_callable", callable_of)
+    kernels._prepare.cache_clear()
+    queries, (keys, values), sinks = mx.zeros((1, 4, 1, 64)), planes(256), mx.zeros((4,))
+    rows = kernels.Rows(mx.array([0], mx.int32), mx.array([5], mx.int32), 5)
+    scores = kernels.Scores(0.125, sinks=sinks)
+    call = kernels.planned(queries, (keys, values), rows, K8V3, scores, stores=True)
+    exact, after, others = (mx.zeros((1, 2, 1, 64)),) * 2, mx.zeros((1,)), mx.ones((4,))
+    call(queries, (keys, values), exact, after, others)
+    kernels._prepare.cache_clear()
+    (inputs,) = given
+    named = [
+        *keys,
+        *values,
+        queries,
+        *inputs[6:8],
+        after,
+        rows.starts,
+        rows.lengths,
+        others,
+        *exact,
+    ]
+    assert len(inputs) == len(named)
+    for got, want in zip(inputs, named, strict=True):
+        assert mx.array_equal(got, want)
+    assert inputs[11].tolist() == [1, 1, 1, 1]  # this layer's sinks, not those it was planned with
+
+
 @pytest.mark.parametrize(
     ("n_queries", "search", "got"), [(2, False, "got 2 and"), (1, True, r"\+search")]
 )

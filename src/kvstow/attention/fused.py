@@ -19,7 +19,7 @@ from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.notices import warn
 from kvstow.attention.parity import say
-from kvstow.attention.step import Last, Step
+from kvstow.attention.step import Last, Step, likeness, shape
 from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
 from kvstow.attention.window import PackedWindow
 from kvstow.codec import mlx as codec
@@ -112,14 +112,12 @@ def attend(
     """See `reference.attend`; by the kernel where `window` is marked for it and it can."""
     if not window.fused:
         return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
-    taken: Step | str | None = None
-    if sinks is None:
-        taken = _last.planned(queries, window, scale, mask)
+    taken: Step | str | None = _last.planned(queries, window, scale, mask, sinks)
     if taken is None:
         taken = _planned(queries, window, scale, mask, sinks)
     if isinstance(taken, Step):
         try:
-            output = taken.run(queries, window.aligned(ALIGNED_TOKENS))
+            output = taken.run(queries, window.aligned(ALIGNED_TOKENS), sinks)
         except Exception as error:
             taken = _uncallable(error)
         else:
@@ -151,8 +149,8 @@ def _planned(
         planned = kernels.planned(queries, planes, *given, stores=call.stores)
     except Exception as error:
         return _uncallable(error)
-    step = Step.of(planned, call.stores, queries, window, scale, mask)
-    if sinks is None and queries.shape[2] <= MOST_STEP_TOKENS:  # a prompt's mask may be large
+    step = Step(planned, call.stores, likeness(queries, window), scale, mask, shape(sinks))
+    if queries.shape[2] <= MOST_STEP_TOKENS:  # a prompt's mask may be large
         _last.keep(step)
     return step
 

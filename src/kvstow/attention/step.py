@@ -13,10 +13,6 @@ import mlx.core as mx
 from kvstow.attention.arrival import Arrival, Exact
 from kvstow.attention.window import PackedWindow
 from kvstow.kernels.calls import Planned
-from kvstow.scheme import Turbo
-
-# Of exact tokens on their way: shape, dtype, and where they come to be.
-_Like = tuple[tuple[int, ...], mx.Dtype, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,56 +22,28 @@ class Step:
     Attributes:
         call: Launches the kernel.
         stores: Whether it stores the last token of each row, which nobody has encoded yet.
+        like: The `likeness` of the layer.
+        scale: Of the scores.
+        mask: The mask itself.
+        sinks: The shape of the sinks.
     """
 
     call: Planned
     stores: bool
-    _shape: tuple[int, ...]
-    _dtype: mx.Dtype
-    _scale: float
-    _mask: Any
-    _planes: tuple[int, ...]
-    _n_tokens: int
-    _scheme: Turbo
-    _exact: _Like | None
+    like: tuple[Any, ...]
+    scale: float
+    mask: Any
+    sinks: tuple[int, ...] | None
 
-    @classmethod
-    def of(
-        cls,
-        call: Planned,
-        stores: bool,
-        queries: mx.array,
-        window: PackedWindow,
-        scale: float,
-        mask: Any,
-    ) -> "Step":
-        """What was planned for these."""
-        asked = queries.shape, queries.dtype, scale, mask
-        held = window.keys.scales.shape, window.n_tokens, window.scheme, _like(window.arrival)
-        return cls(call, stores, *asked, *held)
-
-    def fits(self, queries: mx.array, window: PackedWindow, scale: float, mask: Any) -> bool:
-        """Whether it is the call for these too."""
-        return (
-            window.n_tokens == self._n_tokens
-            and window.scheme is self._scheme
-            and mask is self._mask
-            and scale == self._scale
-            and queries.shape == self._shape
-            and window.keys.scales.shape == self._planes
-            and queries.dtype == self._dtype
-            and _like(window.arrival) == self._exact
-        )
-
-    def run(self, queries: mx.array, window: PackedWindow) -> mx.array:
+    def run(self, queries: mx.array, window: PackedWindow, sinks: mx.array | None) -> mx.array:
         """The output, once what is on its way is stored."""
         arrival, planes = window.arrival, (window.keys, window.values)
         if arrival is None:
-            return self.call(queries, planes)
+            return self.call(queries, planes, sinks=sinks)
         exact: Exact | None = arrival.exact
         if exact is None or not self.stores:
-            return self.call(queries, planes, after=arrival.there())
-        output = self.call(queries, planes, exact, arrival.after)
+            return self.call(queries, planes, after=arrival.there(), sinks=sinks)
+        output = self.call(queries, planes, exact, arrival.after, sinks)
         arrival.encoded(output)
         return output
 
@@ -92,11 +60,17 @@ class Last(threading.local):
     appended: tuple[Any, ...] | None = None
 
     def planned(
-        self, queries: mx.array, window: PackedWindow, scale: float, mask: Any
+        self,
+        queries: mx.array,
+        window: PackedWindow,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
     ) -> Step | None:
         """That for these, if there is one."""
+        like, kind = likeness(queries, window), (scale, shape(sinks))
         for step in self.steps:
-            if step.fits(queries, window, scale, mask):
+            if step.like == like and step.mask is mask and (step.scale, step.sinks) == kind:
                 return step
         return None
 
@@ -105,8 +79,26 @@ class Last(threading.local):
         self.steps = (step, *self.steps[:1])
 
 
-def _like(arrival: Arrival | None) -> _Like | None:
+def likeness(queries: mx.array, window: PackedWindow) -> tuple[Any, ...]:
+    """What is equal for layers that one call serves, mask, scale and sinks aside."""
+    return (
+        window.n_tokens,
+        window.scheme,
+        window.keys.scales.shape,
+        queries.shape,
+        queries.dtype,
+        _of_arrival(window.arrival),
+    )
+
+
+def shape(sinks: mx.array | None) -> tuple[int, ...] | None:
+    """Of sinks, where there are some."""
+    return None if sinks is None else sinks.shape
+
+
+def _of_arrival(arrival: Arrival | None) -> tuple[Any, ...] | None:
+    """Where exact tokens come to be that nobody has encoded yet, and what they are."""
     if arrival is None or (exact := arrival.exact) is None:
         return None
     keys = exact[0]
-    return keys.shape, keys.dtype, arrival.position
+    return arrival.position, keys.shape, keys.dtype

@@ -1,5 +1,6 @@
 """The kernels of the GPU that MLX computes on: those for CUDA, or those for Metal."""
 
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -105,7 +106,17 @@ def planned(
 
     if stores:
         raise ValueError("no kernel for Metal stores tokens before it attends")
-    return lambda queries, planes, *_, **__: attend(queries, planes, tokens, scheme, scores)
+
+    def call(
+        queries: mx.array,
+        planes: tuple[PackedKeys, PackedValues],
+        *_: object,
+        sinks: mx.array | None = None,
+        **__: object,
+    ) -> mx.array:
+        return attend(queries, planes, tokens, scheme, replace(scores, sinks=sinks))
+
+    return call
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:

@@ -59,6 +59,7 @@ class Planned(Protocol):
         planes: tuple[PackedKeys, PackedValues],
         exact: tuple[mx.array, ...] = (),
         after: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """The output; once it is there, so is what is stored.
 
@@ -68,6 +69,7 @@ class Planned(Protocol):
             exact: Keys and values ``(b, h, 1, d)`` of the last token of each row, of the dtype of
                 the queries, where they are to be stored.
             after: What `append` or this returned for tokens that are being stored still.
+            sinks: As `Scores.sinks`, where it was planned for some.
         """
 
 
@@ -88,9 +90,9 @@ def row_arrays(tokens: int | Rows) -> list[mx.array]:
     return [array.astype(mx.int32) for array in rows]
 
 
-def sink_arrays(scores: Scores) -> list[mx.array]:
+def sink_arrays(sinks: mx.array | None) -> list[mx.array]:
     """Sinks as kernels take them, where there are some."""
-    return [] if scores.sinks is None else [scores.sinks.astype(mx.float32)]
+    return [] if sinks is None else [sinks.astype(mx.float32)]
 
 
 def check_tokens(n_tokens: int, capacity: int) -> None:

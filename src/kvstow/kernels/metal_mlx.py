@@ -70,7 +70,7 @@ def attend(
         output_shapes=[(n_rows, plan.n_splits, d), (n_rows, plan.n_splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    sinks = sink_arrays(scores)
+    sinks = sink_arrays(scores.sinks)
     output: mx.array = merge_callable(d, plan.kernel.dtype, bool(sinks))(
         inputs=[sums, weights, signs(d), made.counts, *sinks],
         grid=(n_rows * SIMDGROUP, 1, 1),

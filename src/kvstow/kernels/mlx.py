@@ -58,7 +58,8 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """See `backend.attend`."""
-    return planned(queries, planes, tokens, scheme, scores)(queries, planes, after=after)
+    call = planned(queries, planes, tokens, scheme, scores)
+    return call(queries, planes, after=after, sinks=scores.sinks)
 
 
 def planned(
@@ -80,21 +81,21 @@ def planned(
             "a token of each row is stored for one query token and without a search, "
             f"got {queries.shape[2]} and {scheme}"
         )
-    ragged, sinks = isinstance(tokens, Rows), sink_arrays(scores)
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
     sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
-    options = ragged, stores, bool(sinks), scores.window, scores.scale
+    ragged, with_sinks = isinstance(tokens, Rows), scores.sinks is not None
+    options = ragged, stores, with_sinks, scores.window, scores.scale
     made = _prepare(sizes, scheme.widths, dtype_of(queries), options)
-    return _Call(made, queries.dtype, [*row_arrays(tokens), *sinks])
+    return _Call(made, queries.dtype, row_arrays(tokens))
 
 
 class _Call:
     """See `calls.Planned`."""
 
-    __slots__ = ("_constants", "_counters", "_given", "_kernel", "_options")
+    __slots__ = ("_constants", "_counters", "_kernel", "_options", "_rows")
 
-    def __init__(self, made: "_Prepared", dtype: mx.Dtype, given: list[mx.array]) -> None:
-        self._kernel, self._constants, self._given = made.kernel, made.constants, given
+    def __init__(self, made: "_Prepared", dtype: mx.Dtype, rows: list[mx.array]) -> None:
+        self._kernel, self._constants, self._rows = made.kernel, made.constants, rows
         self._options = {**made.launch, "output_dtypes": [dtype, mx.float32]}
         self._counters = _counters(made.n_blocks)
 
@@ -104,13 +105,12 @@ class _Call:
         planes: tuple[PackedKeys, PackedValues],
         exact: tuple[mx.array, ...] = (),
         after: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
-        keys, values = planes
-        before = _nothing() if after is None else after
-        of_call = queries, self._constants, next(self._counters), before
-        inputs = [*keys, *values, *of_call, *self._given, *exact]
-        output: mx.array = self._kernel(inputs=inputs, **self._options)[0]
-        return output
+        after = _nothing() if after is None else after
+        of_call = queries, self._constants, next(self._counters), after
+        inputs = [*planes[0], *planes[1], *of_call, *self._rows, *sink_arrays(sinks), *exact]
+        return self._kernel(inputs=inputs, **self._options)[0]  # type: ignore[no-any-return]
 
 
 def encode(keys: mx.array, values: mx.array, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
