@@ -82,13 +82,18 @@ class Seen:
 
     def __init__(self, both, got, wanted, n_tokens):
         self.got, self.wanted, self.n_tokens = got, list(map(np.array, wanted)), n_tokens
+        self.arrival = None
         self.starts = both.batches[1]._stages.packed.caches[0].left_padding.tolist()
 
     @classmethod
     def of_windows(cls, both, windows):
-        return cls(both, *((*w.keys, *w.values) for w in windows), windows[1].n_tokens)
+        seen = cls(both, *((*w.keys, *w.values) for w in windows), windows[1].n_tokens)
+        seen.arrival = windows[0].arrival
+        return seen
 
     def check(self):
+        if self.arrival is not None:
+            self.arrival.wait()
         for plane, wanted in zip(map(np.array, self.got), self.wanted, strict=True):
             for row, expected, start in zip(plane, wanted, self.starts, strict=True):
                 seen = slice(None), slice(start, self.n_tokens)

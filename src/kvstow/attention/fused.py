@@ -163,7 +163,7 @@ def _uncallable(error: Exception) -> str:
 
 def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
     """Both in one launch, the bytes of `codec.reference`; None where the kernel cannot."""
-    if why_no_device() or not _are_alike(keys, values) or _why_not_encoded(scheme, keys):
+    if not _can_encode(scheme, keys, values, append=False):
         return None
     try:
         return kernels.encode(keys, values, scheme)
@@ -175,16 +175,21 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
 
 def can_encode_in_place(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
     """Whether kernels can encode both into the memory of planes, see `arrival`."""
-    alike = scheme, keys.shape, keys.dtype, values.shape, values.dtype
-    if _last.appended == alike and not why_no_device():  # by the layer before
+    return _can_encode(scheme, keys, values, append=True)
+
+
+def _can_encode(scheme: Turbo, keys: mx.array, values: mx.array, *, append: bool) -> bool:
+    if why_no_device():
+        return False
+    alike = append, scheme, keys.shape, keys.dtype, values.shape, values.dtype
+    if alike in _last.encoded:  # by the layer before
         return True
-    can = (
-        can_append()
-        and _are_alike(keys, values)
-        and not _why_not_encoded(scheme, keys, append=True)
-    )
-    _last.appended = alike if can else None
-    return can
+    if append and not kernels.can_append():
+        return False
+    if not _are_alike(keys, values) or _why_not_encoded(scheme, keys, append):
+        return False
+    _last.encoded = (alike, *_last.encoded[:1])
+    return True
 
 
 def _are_alike(keys: mx.array, values: mx.array) -> bool:
@@ -196,7 +201,7 @@ def _are_alike(keys: mx.array, values: mx.array) -> bool:
     )
 
 
-def _why_not_encoded(scheme: Turbo, keys: mx.array, *, append: bool = False) -> str:
+def _why_not_encoded(scheme: Turbo, keys: mx.array, append: bool) -> str:
     about = *scheme.widths, keys.shape[-1], dtype_name(keys.dtype), scheme.search
     return _why_unchecked(_encode_task(*about, append))
 

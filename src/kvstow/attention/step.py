@@ -53,11 +53,11 @@ class Last(threading.local):
 
     Attributes:
         steps: The last two that were planned: layers may be of two kinds, and take turns.
-        appended: What could be appended.
+        encoded: The last two kinds of keys and values that could be.
     """
 
     steps: tuple[Step, ...] = ()
-    appended: tuple[Any, ...] | None = None
+    encoded: tuple[tuple[Any, ...], ...] = ()
 
     def planned(
         self,

@@ -101,7 +101,7 @@ class PackedRotatingKVCache(Single):
     @property
     def offset(self) -> int:
         """Tokens appended, those included that were forgotten."""
-        return int(self._rows.offset)
+        return self._rows.n_appended
 
     @property
     def is_packed(self) -> bool:
@@ -136,7 +136,9 @@ class PackedRotatingKVCache(Single):
 
     def window(self) -> PackedWindow | None:
         """The stored planes, not decoded; None where the tokens are plain."""
-        return None if isinstance(self._rows, PlainRows) else self._rows.window(self.scheme)
+        if isinstance(self._rows, PlainRows):
+            return None
+        return self._rows.window(self.scheme, fused=self.fused)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         """The mask of an append of `N` tokens, in mlx-lm's own form."""

@@ -57,6 +57,11 @@ class Rows:
         return self.caches[0].offset
 
     @property
+    def n_appended(self) -> int:
+        """Tokens of a single row, those included that were forgotten; asked in every layer."""
+        return int(self._caches[0].offset)
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated, pads and unused capacity included."""
         return sum(int(cache.nbytes) for cache in self._caches)
