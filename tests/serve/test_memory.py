@@ -61,7 +61,7 @@ def test_running_requests_and_what_is_kept_stay_within_the_budget(serve, tiny, m
         monkeypatch.setattr(BatchGenerator, "next", watched)
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda n: ask(it, 200 + n, 30), range(6)))
-        assert it.gateway.n_running == 0
+        until(lambda: it.gateway.n_running == 0)  # the last answer comes a moment before
         assert it.engine.prompt_cache.nbytes <= 3 * one
     assert max(active + kept for active, kept in seen) <= 3 * one
     assert max(kept for _, kept in seen) > 0
