@@ -105,8 +105,8 @@ def of_model(rows: Sequence[Row]) -> Iterator[str]:
     yield about(rows)
     yield from (
         "",
-        "Tokens per second, all rows of a batch together, medians; in brackets, times `off` of the",
-        "same run:",
+        "Tokens per second, all rows of a batch together, medians; in brackets, times `off`, the",
+        "median of the ratios of rounds in which both took a turn:",
         "",
     )
     yield from table(cells, speed)

@@ -31,7 +31,6 @@ class OwnPlanes:
     Attributes:
         arrays: The planes, or ``()``. They are replaced and never changed: MLX updates an array
             object in place, and others have these.
-        capacity: Tokens that they have room for.
         is_shared: Whether others may have handles of the memory, or are still to read from it
             what is to be overwritten.
         arrival: Tokens that are on their way into the memory, of which the array library knows
@@ -43,7 +42,6 @@ class OwnPlanes:
         "_xp",
         "arrays",
         "arrival",
-        "capacity",
         "is_contiguous",
         "is_shared",
     )
@@ -51,16 +49,19 @@ class OwnPlanes:
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         self.arrays: tuple[Any, ...] = ()
-        self.capacity = 0
         self.is_shared = True
         self.is_contiguous = False  # as far as known
         self.arrival: Any = None
         self._pairs: tuple[PackedKeys, PackedValues] | None = None
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that the planes have room for."""
+        return int(self.arrays[0].shape[2]) if self.arrays else 0
+
     def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
         """Take other planes; nothing may be on its way into these."""
         self.arrays, self._pairs = tuple(arrays), None
-        self.capacity = int(self.arrays[0].shape[2]) if self.arrays else 0
         self.is_shared, self.is_contiguous = shared, False
 
     def settle(self) -> None:

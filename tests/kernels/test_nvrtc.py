@@ -45,13 +45,14 @@ def check(kernel, capability):
         assert compiled.frame_bytes <= most, kernel.name
 
 
-def decode(head_dim, pair, dtype, n_rows, capability=90):
-    return decode_kernel(pair, head_dim, dtype, n_rows, SHARED_LIMITS[capability])
+def decode(head_dim, pair, dtype, n_rows, capability=90, **options):
+    return decode_kernel(pair, head_dim, dtype, n_rows, SHARED_LIMITS[capability], **options)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_default_scheme_compiles_for_every_architecture(capability):
-    check(decode(128, (8, 3), "bfloat16", 4, capability), capability)
+    for stores in (False, True):
+        check(decode(128, (8, 3), "bfloat16", 4, capability, stores=stores), capability)
     check(EncodeKernel(128, 8, 3, "bfloat16"), capability)
 
 
@@ -68,6 +69,14 @@ def test_the_default_scheme_compiles_for_every_architecture(capability):
 )
 def test_a_sample_of_shapes_needs_no_memory_for_registers(head_dim, pair, dtype, n_rows):
     check(decode(head_dim, pair, dtype, n_rows), 90)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pair", "dtype", "n_rows"),
+    [(64, (4, 5), "float32", 8), (256, (2, 4), "float16", 8), (512, (8, 8), "bfloat16", 8)],
+)
+def test_a_sample_of_kernels_that_store_a_token_compiles(head_dim, pair, dtype, n_rows):
+    check(decode(head_dim, pair, dtype, n_rows, stores=True), 90)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

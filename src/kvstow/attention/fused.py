@@ -3,7 +3,8 @@
 A step goes to the kernel if its window is marked for it, MLX computes on a GPU, there is a
 kernel for so many query tokens, its mask is one whose meaning is known (see `masks`), and the
 kernel has passed its self-check on this machine. Everything else is `mlx.attend`, and counted
-with the reason. Nothing here raises where that would not.
+with the reason. Nothing here raises where that would not, but for a token on its way that
+cannot be stored: see `arrival`.
 """
 
 import threading

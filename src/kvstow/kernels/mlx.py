@@ -280,7 +280,7 @@ def _counters(n_blocks: int) -> Iterator[mx.array]:
     return _slots.by_size[n_blocks]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # few, as above
 def _counts(*counts: int) -> mx.array:
     return mx.array(np.array(counts, np.int32))
 

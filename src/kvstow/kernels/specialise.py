@@ -6,7 +6,7 @@ framework or a device: `decode_kernel` is told how much shared memory a block ma
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
@@ -259,7 +259,7 @@ def all_kernels(capability: int) -> Iterator[Kernel]:
             for rows in (4 * quads for quads in ROW_QUADS if quads <= MOST_ROW_QUADS[head_dim]):
                 kernel = decode_kernel(widths, head_dim, dtype, rows, limit)
                 if kernel.rows == rows:  # else so many do not fit
-                    yield kernel
+                    yield from (kernel, replace(kernel, stores=True))
 
 
 def _least_of(choices: tuple[int, ...], wanted: int) -> int:

@@ -7,8 +7,9 @@ attention. Ours takes packed windows (by a kernel where one is for them), passes
 exact keys and values (a row's first append) to the fast attention, and
 everything else to the original.
 
-Attention sinks it refuses there, so that it is replaced itself, too, in every module of
-mlx-lm's models that has it: only calls with sinks are not handed on as they are.
+Attention sinks it refuses there, and packed windows of a layer that is given another's, and no
+cache. So it is replaced itself, too, in every module of mlx-lm's models that has it: only calls
+with sinks or a packed window are not handed on as they are.
 """
 
 import sys
