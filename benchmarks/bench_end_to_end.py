@@ -3,10 +3,11 @@
     python benchmarks/bench_end_to_end.py --output benchmarks/results/end_to_end.jsonl
 
 Caches are filled with noise, every layer and row with the same, since what they hold does not
-change the speed; ``llama8b`` has the shape of Llama 3.1 8B and random weights. All rows of a batch
-are as long as each other and share one cache, which is how mlx-lm is fastest without a scheme: it
-needs no mask then. Cells whose bytes exceed the memory of the device are rows that say so; nothing
-is tried. A scheme that fails on a short cache of the same batch is refused there as it failed.
+change the speed; ``llama8b`` and ``gemma4b`` have random weights (end_to_end_models.py). All rows
+of a batch are as long as each other and share one cache, which is how mlx-lm is fastest without a
+scheme: it needs no mask then. Cells whose bytes exceed the memory of the device are rows that say
+so; nothing is tried. A scheme that fails on a short cache of the same batch is refused there as it
+failed.
 
 Short contexts are bound by a host that others use too. So schemes take turns, round by round, each
 with its own cache in memory and alone attached to the model: ``vs_off`` is the median over rounds
@@ -38,8 +39,8 @@ os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
 BLAS = use_fast_blas()
 
 import mlx.core as mx  # noqa: E402
+from end_to_end_models import SHAPES, random_model  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
-from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from kvstow.attention import fused  # noqa: E402
@@ -53,18 +54,6 @@ from kvstow.models import load  # noqa: E402
 from kvstow.scheme import Off, Scheme  # noqa: E402
 from kvstow.serve.budget import free_memory  # noqa: E402
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 SCHEMES = [
     Scheme.parse(text)
     for text in ("off", "affine:8", "affine:4", "turbo:k8v3", "turbo:k8v4", "turbo:k4v3")
@@ -94,32 +83,28 @@ CELLS = [
 ]
 
 
-def random_llama(dtype: mx.Dtype) -> Any:
-    mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(LLAMA_8B))
-    model.set_dtype(dtype)
-    parameters: Any = tree_flatten(model.parameters())
-    for _, weights in parameters:
-        mx.eval(weights)  # one by one: they are drawn in float32
-    return model
-
-
 def needed_bytes(model: Any, shape: ModelShape, schemes: Iterable[Scheme], cell: Cell) -> int:
-    """Weights, a cache of each scheme with room to grow, and what growing one layer takes."""
+    """Weights, a cache of each scheme with room to grow, and what growing its layers takes.
+
+    MLX grows a layer while it holds another: two at a time, in the bytes of the scheme. Where no
+    kernel attends to what is stored, a step decodes a layer instead, which takes more.
+    """
     parameters: Any = tree_flatten(model.parameters())
     weights = sum(array.nbytes for _, array in parameters)
     of_rows = cell.batch * (cell.tokens + 2 * STEP_TOKENS)
-    caches = sum(of_rows * bytes_per_token(shape, scheme) for scheme in schemes)
-    one_layer = of_rows * bytes_per_token(shape, Off()) // len(shape.layers)
+    layers = len(shape.of_kind("full", "plain"))
+    caches = [of_rows * bytes_per_token(shape, scheme) for scheme in schemes]
+    decoded = of_rows * bytes_per_token(shape, Off()) if fused.why_no_device() else 0
     logits = 4 * cell.batch * shape.vocab_size * 4
-    return int(weights + caches + 2 * one_layer + logits)
+    return int(weights + sum(caches) + 2 * max(*caches, decoded) // layers + logits)
 
 
 def filled(model: Any, cell: Cell, dtype: mx.Dtype) -> list[Any]:
     """The prompt cache of `model`, as it is attached, holding noise."""
     cache, drawn = make_prompt_cache(model), {}
     for i, layer in enumerate(read_shape(model).layers):
-        of_layer = (cell.batch, layer.n_kv_heads, cell.tokens, layer.key_dim)
+        tokens = min(cell.tokens, layer.window or cell.tokens)
+        of_layer = (cell.batch, layer.n_kv_heads, tokens, layer.key_dim)
         if of_layer not in drawn:
             drawn[of_layer] = [noise(of_layer, dtype) for _ in "kv"]
         cache[i].update_and_fetch(*drawn[of_layer])
@@ -352,7 +337,9 @@ def longest(model: Any, scheme: Scheme, batch: int, memory_bytes: int) -> Cell:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--model", default="llama8b", help="llama8b, or what kvstow generate takes")
+    parser.add_argument(
+        "--model", default="llama8b", help=f"{', '.join(SHAPES)}, or what kvstow generate takes"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--schemes", nargs="+", type=Scheme.parse, default=SCHEMES)
     parser.add_argument("--cells", nargs="*", type=Cell.parse, default=CELLS, help="BATCHxTOKENS")
@@ -417,8 +404,8 @@ def main() -> None:
     options = parsed()
     started = time.perf_counter()
     dtype = getattr(mx, options.dtype)
-    if options.model == "llama8b":
-        model = random_llama(dtype)
+    if options.model in SHAPES:
+        model = random_model(options.model, dtype)
     else:
         model, _ = load(options.model, dtype=options.dtype)
     bench = Bench(model, options)

@@ -21,7 +21,10 @@ ROWS = ROOT / "benchmarks" / "results" / "end_to_end.jsonl"
 FIGURES = ROOT / "docs" / "figures"
 BEGIN, END = "<!-- begin end to end -->\n", "<!-- end end to end -->"
 CELL = ("model", "dtype", "device", "longest", "batch", "tokens", "scheme")
-MODELS = {"llama8b": "A model of Llama 3.1 8B's shape"}
+MODELS = {
+    "llama8b": "A model of Llama 3.1 8B's shape",
+    "gemma4b": "A model of the shape of Gemma 3 4B, of whose layers five in six see 1024 tokens,",
+}
 PICTURES = {
     "decode_speed.svg": (draw_speed, "Decode speed against context, relative to no scheme"),
     "decode_memory.svg": (draw_memory, "Memory while decoding against context"),

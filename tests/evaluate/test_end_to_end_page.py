@@ -166,7 +166,9 @@ def options_with(**more):
 
 @pytest.fixture(scope="module")
 def bench():
-    return runpy.run_path(str(ROOT / "benchmarks/bench_end_to_end.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return runpy.run_path(str(ROOT / "benchmarks/bench_end_to_end.py"))
 
 
 def parsed(*texts):
