@@ -128,7 +128,8 @@ class DecodeCall:
         window: Tokens that a query sees; 0: all.
         chunk: Tokens of a split, in shares of the shortest; None: as planned.
         shares: Blocks of a step of rows with lengths; None: as planned.
-        exact: Keys and values ``(b, h, 1, d)`` of each row's last token, to be stored first.
+        exact: Keys and values ``(b, h, 1, d)`` of a token of each row, to be stored first.
+        stored: Which token; -1: each row's last.
     """
 
     def __init__(
@@ -159,7 +160,8 @@ class DecodeCall:
         boundaries = host.constant(tables.BOUNDARIES, scheme.value_bits, np.float32)
         written = [self.output, sums, weights, self.arrivals, *exact, boundaries]
         sizes = b, h, self.plan.group, n_queries, capacity, n_tokens, self.plan.row_blocks
-        counts = *sizes, n_splits, chunk, options.get("window", 0), d**-0.5 * LOG2_E
+        more = options.get("window", 0), options.get("stored", -1), d**-0.5 * LOG2_E
+        counts = *sizes, n_splits, chunk, *more
         self._args = DecodeArgs(*map(_pointer, read + written), *counts)
 
     def run(self) -> Any:

@@ -10,16 +10,47 @@ and nothing here imports one.
 
 Whoever can write to the memory of an array may append without making new ones, see
 `OwnPlanes`. That is for planes nobody else has a handle of: MLX keeps handles apart by
-copying what is written to, and does not see such a write.
+copying what is written to, and does not see such a write. And tokens that somebody may
+have read are overwritten only where it is known when that has been done, see `Turns`.
 """
 
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import ReferenceType, ref
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 
 STEP_TOKENS = 256  # capacity is a multiple of this, as in mlx-lm's own cache
+
+
+class Turns:
+    """Who reads memory that is written to past the array library.
+
+    Kernels take turns: each waits for the one before. Others read when the array library has
+    them do it, which may be later: what they read must stay as it is.
+
+    Attributes:
+        last: An array that is there once the kernels so far are done; None: there were none.
+        has_strangers: Whether others read too.
+    """
+
+    __slots__ = ("_lent", "has_strangers", "last")
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.has_strangers = False
+        self._lent: list[ReferenceType[Any]] = []
+
+    def lend(self, window: Any) -> None:
+        """Somebody has this, and may read what it shows as long as it lives."""
+        self._lent = [lent for lent in self._lent if lent() is not None]
+        self._lent.append(ref(window))
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether a kernel that waits for `last` may write to what was read."""
+        return not self.has_strangers and all(lent() is None for lent in self._lent)
 
 
 class OwnPlanes:
@@ -31,8 +62,8 @@ class OwnPlanes:
     Attributes:
         arrays: The planes, or ``()``. They are replaced and never changed: MLX updates an array
             object in place, and others have these.
-        is_shared: Whether others may have handles of the memory, or are still to read from it
-            what is to be overwritten.
+        is_shared: Whether others may have handles of the memory.
+        turns: Of those who read it.
         arrival: Tokens that are on their way into the memory, of which the array library knows
             nothing; it has `wait`. None: there are none.
     """
@@ -44,6 +75,7 @@ class OwnPlanes:
         "arrival",
         "is_contiguous",
         "is_shared",
+        "turns",
     )
 
     def __init__(self, xp: Any) -> None:
@@ -52,6 +84,7 @@ class OwnPlanes:
         self.is_shared = True
         self.is_contiguous = False  # as far as known
         self.arrival: Any = None
+        self.turns = Turns()
         self._pairs: tuple[PackedKeys, PackedValues] | None = None
 
     @property
@@ -60,9 +93,10 @@ class OwnPlanes:
         return int(self.arrays[0].shape[2]) if self.arrays else 0
 
     def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
-        """Take other planes; nothing may be on its way into these."""
+        """Take other planes, which nobody has read; nothing may be on its way into these."""
         self.arrays, self._pairs = tuple(arrays), None
         self.is_shared, self.is_contiguous = shared, False
+        self.turns = Turns()
 
     def settle(self) -> None:
         """Wait for what is on its way."""
@@ -72,7 +106,7 @@ class OwnPlanes:
 
     def make_contiguous(self) -> None:
         """Have the planes as kernels write to them, in the same memory if it is so already."""
-        self.put(map(self._xp.contiguous, self.arrays), shared=self.is_shared)
+        self.arrays, self._pairs = tuple(map(self._xp.contiguous, self.arrays)), None
         self.is_contiguous = True
 
     def pairs(self) -> tuple[PackedKeys, PackedValues]:
@@ -93,6 +127,7 @@ class PackedStore:
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         self._own = OwnPlanes(xp)
+        self._longest = 0  # that these planes have held: nobody has read what lies behind
         self.offset = 0
 
     @property
@@ -126,7 +161,7 @@ class PackedStore:
             raise ValueError(f"offset must be in 0..{capacity} (the capacity), got {offset}")
         self._own.arrival = None
         self._own.put(map(copy.copy, planes), shared=True)
-        self.offset = offset
+        self.offset = self._longest = offset
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedStore":
         """A store of its own. MLX copies no data until one of the two is written to."""
@@ -146,16 +181,19 @@ class PackedStore:
             self._own.put(map(copy.copy, self._own.arrays), shared=False)
             for plane, rows in zip(self._own.arrays, new, strict=True):
                 plane[:, :, start:end] = rows
-        self.offset = end
+        self.offset = self._longest = end
 
     def writable(self, n_tokens: int) -> tuple[Any, ...]:
         """The planes, where `n_tokens` more may be written to their memory; else ``()``.
 
         They have room, are contiguous, and no one else has them. What is read from them
-        meanwhile is what was stored before, which stays as it is.
+        meanwhile is what was stored before, which stays as it is; unless it was trimmed, and
+        then its readers are known.
         """
         own = self._own
         if own.is_shared or not self.offset or self.offset + n_tokens > own.capacity:
+            return ()
+        if self.offset < self._longest and not own.turns.may_overwrite:
             return ()
         if not own.is_contiguous:
             own.make_contiguous()
@@ -171,23 +209,27 @@ class PackedStore:
         """See `OwnPlanes.arrival`."""
         return self._own.arrival
 
+    @property
+    def turns(self) -> Turns:
+        """See `OwnPlanes.turns`."""
+        return self._own.turns
+
     def expect(self, n_tokens: int, arrival: Any) -> None:
         """So many tokens are on their way into the memory of `writable`."""
         self._own.arrival = arrival
         self.offset += n_tokens
+        self._longest = max(self._longest, self.offset)
 
     def trim(self, n_tokens: int) -> int:
         """Forget up to `n_tokens` tokens from the end; returns how many."""
         n_tokens = max(0, min(self.offset, n_tokens))
         self.offset -= n_tokens
-        # Who is still to read them must not find others in their place: the next append is by
-        # the array library, which knows its readers.
-        self._own.is_shared |= n_tokens > 0
         return n_tokens
 
     def window(self) -> tuple[PackedKeys, PackedValues]:
         """The stored tokens, ``(b, h, offset, *)``."""
         self._own.settle()
+        self._own.turns.has_strangers = True
         return _pairs(plane[:, :, : self.offset] for plane in self._own.arrays)
 
     def allocated(self) -> tuple[PackedKeys, PackedValues]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstow.scheme import Turbo
+from kvstow.store import Turns
 
 mx = pytest.importorskip("mlx.core")
 arrival = pytest.importorskip("kvstow.attention.arrival")
@@ -32,13 +33,13 @@ def layer(n_tokens=5, capacity=CAPACITY, scheme=SCHEME, b=1, late=0, late_dtype=
     exact = drawn((b, 2, capacity, D))
     keys = codec.encode_keys(exact, bits=scheme.key_bits, guard=True)
     values = codec.encode_values(exact, bits=scheme.value_bits, guard=True)
-    coming = None
+    coming = turns = None
     if late:
         given = [drawn((b, 2, late, D), late_dtype)] * 2
         planes = tuple(mx.contiguous(plane) for plane in (*keys, *values))
         keys, values = layout.PackedKeys(*planes[:3]), layout.PackedValues(*planes[3:])
-        coming = arrival.Arrival(scheme, planes, n_tokens - late, given)
-    return window.PackedWindow(keys, values, n_tokens, scheme, True, coming)
+        coming = arrival.Arrival(scheme, planes, n_tokens - late, given, turns := Turns())
+    return window.PackedWindow(keys, values, n_tokens, scheme, True, coming, turns)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_layers_that_are_alike_share_a_plan_and_not_their_tokens(planned, kernel
     first, second = layer(late=late), layer(late=late)
     for one in (first, second):
         fused.attend(drawn((1, 2, 1, D)), one, scale=0.1)
-    assert planned == [{"stores": bool(late)}]
+    assert planned == [{"stores": 4 if late else None}]
     assert len(kernels.attended) == 2
     assert len(kernels.stored) == 2 * late
     if late:
@@ -123,7 +124,7 @@ LATE_OTHERS = {
 def test_a_plan_that_stores_a_token_is_for_layers_that_have_one_on_its_way(planned, kernels, name):
     fused.attend(drawn((1, 2, 1, D)), layer(late=1), scale=0.1)
     fused.attend(drawn((1, 2, 1, D)), layer(**LATE_OTHERS[name]), scale=0.1)
-    assert planned == [{"stores": True}, {"stores": False}]
+    assert planned == [{"stores": 4}, {"stores": None}]
     assert len(kernels.stored) == 1
 
 

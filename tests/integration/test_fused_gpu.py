@@ -10,6 +10,9 @@ fused = pytest.importorskip("kvstow.attention.fused")
 kernels = pytest.importorskip("kvstow.kernels.backend")
 selfcheck = pytest.importorskip("kvstow.attention.selfcheck")
 parity = pytest.importorskip("kvstow.evaluate.parity")
+deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
+rotating = pytest.importorskip("kvstow.integrations.mlx_lm.rotating")
+attend = pytest.importorskip("mlx_lm.models.base").scaled_dot_product_attention
 tiny = pytest.importorskip("tests.integration.tiny")
 batching = pytest.importorskip("tests.integration.batching")
 scheduled = pytest.importorskip("tests.integration.scheduled")
@@ -92,3 +95,30 @@ def test_auto_is_fused_but_on_a_mac_and_nothing_has_failed():
 def test_the_parity_suite_of_the_doctor_finds_no_difference():
     differing = {check.name: check.why for check in parity.run(print) if not check.passed}
     assert differing == {}
+
+
+@pytest.mark.skipif(kernels.name() != "cuda", reason="no other kernels store tokens")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sliding_window_is_overwritten_once_it_was_read(head_dim):
+    """All steps lie in MLX's graphs before the first one runs, twice around the window."""
+    size, n_steps, rng = 64, 150, np.random.default_rng(0)
+    kinds = rotating.FusedRotatingKVCache, rotating.DeferredRotatingKVCache
+    outputs = []
+    with deferred.installed():
+        layers = [kind(kvstow.Scheme.parse("turbo:k8v3"), size) for kind in kinds]
+        before = fused.counts()
+        for n in [80] + [1] * n_steps:
+            drawn = [rng.standard_normal((1, h, n, head_dim)) for h in (8, 2, 2)]
+            queries, *exact = (mx.array(x.astype(np.float32)) for x in drawn)
+            step = []
+            for layer in layers:
+                mask = layer.make_mask(n)
+                fetched = layer.update_and_fetch(*exact)
+                step.append(attend(queries, *fetched, cache=layer, scale=0.1, mask=mask))
+            outputs.append(step)
+    assert (fused.counts() - before)["kernel"] >= n_steps
+    for got, wanted in outputs:
+        off = np.array(got) - np.array(wanted)
+        assert np.linalg.norm(off) < 2e-3 * np.linalg.norm(np.array(wanted))
+    for got, wanted in zip(*(layer.window().settled().keys for layer in layers), strict=True):
+        assert mx.array_equal(got, wanted)

@@ -122,7 +122,7 @@ def attend(queries, planes, widths, folder, **options):
     arrays += [options.get(name) for name in ("sinks", "starts", "lengths")]
     arrays += [output, sums, weights, arrivals, *exact, BOUNDARIES[widths[1]]]
     sizes = b, h, plan.group, n_queries, capacity, capacity, plan.row_blocks
-    counts = *sizes, n_splits, chunk, options.get("window", 0)
+    counts = *sizes, n_splits, chunk, options.get("window", 0), options.get("stored", -1)
     args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))
     assert compile_kernel(plan.kernel, folder)(ctypes.byref(args), *grid)
     assert not arrivals.any()

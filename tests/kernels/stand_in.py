@@ -42,7 +42,7 @@ class StandIn:
     waited: list = field(default_factory=list)  # for what, of each of both
     error: BaseException | None = None  # of every call
     attention_off: float = 0.0  # added to every output
-    tokens: list[mx.array] = field(default_factory=list)  # that appends have returned
+    tokens: list[mx.array] = field(default_factory=list)  # what calls have returned
     bytes_off: bool = False  # whether encoded scales are wrong
 
     Rows = real.Rows
@@ -95,7 +95,10 @@ class StandIn:
         mask = None if seen.all() else mx.array(seen[:, None])
         output = attend_deferred(queries, window, scale=scores.scale, mask=mask)
         sees = mx.array(seen.any(-1)[:, None, :, None])
-        return mx.where(sees, output + self.attention_off, 0).astype(queries.dtype)
+        output = mx.where(sees, output + self.attention_off, 0).astype(queries.dtype)
+        # Read when it is computed, unless somebody waits for it, and for what it waits for.
+        self.tokens.append(output if after is None else mx.depends(output, [after]))
+        return self.tokens[-1]
 
     def encode(self, keys, values, scheme):
         self.raise_if_told()
@@ -117,7 +120,7 @@ class StandIn:
         made = self._encoded(keys, values, scheme)
         self.appended.append((keys.shape, position))
         self.waited.append(after)
-        mx.eval(planes, made)
+        mx.eval(planes, made, [] if after is None else after)
         for plane, rows in zip(planes, (*made[0], *made[1]), strict=True):
             memory = np.asarray(plane)
             assert memory.flags.writeable
@@ -126,29 +129,29 @@ class StandIn:
         self.tokens.append(mx.array([position]))
         return self.tokens[-1]
 
-    def planned(self, _queries, _planes, tokens, scheme, scores, *, stores=False):
+    def planned(self, _queries, _planes, tokens, scheme, scores, *, stores=None):
         def call(queries, planes, exact=(), after=None, sinks=None):
             given = queries, planes, tokens, scheme, replace(scores, sinks=sinks)
-            if stores:
-                return self.store_and_attend(*given, exact, after=after)
+            if stores is not None:
+                return self.store_and_attend(*given, exact, stores, after=after)
             return self.attend(*given, after=after)
 
         return call
 
     def store_and_attend(  # noqa: PLR0913  what `attend` takes, and the token
-        self, queries, planes, tokens, scheme, scores, exact, *, after=None
+        self, queries, planes, tokens, scheme, scores, exact, position, *, after=None
     ):
         """Both, one after the other; the positions go to `stored`."""
         longest = tokens.longest if isinstance(tokens, real.Rows) else tokens
         assert queries.shape[2] == exact[0].shape[2] == 1
         assert queries.dtype == exact[0].dtype
         assert not scheme.search
+        assert 0 <= position < longest
         five = (*planes[0], *planes[1])
-        there = self.append(five, longest - 1, exact, scheme, after=after)
+        there = self.append(five, position, exact, scheme, after=after)
         self.appended.pop()
-        self.stored.append((exact[0].shape, longest - 1))
-        self.tokens.append(self.attend(queries, planes, tokens, scheme, scores, after=there))
-        return self.tokens[-1]
+        self.stored.append((exact[0].shape, position))
+        return self.attend(queries, planes, tokens, scheme, scores, after=there)
 
     def raise_if_told(self):
         if self.error is not None:

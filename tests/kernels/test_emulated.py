@@ -132,21 +132,27 @@ def test_query_tokens_see_only_the_past_and_a_window(rng, tmp_path, step):
         (128, (2, 5), 40, {"shares": 7}),  # more query rows than a block takes
         (256, (4, 8), 1, {}),
         (512, (5, 4), 2, {"chunk": 32}),
+        (64, (8, 3), 4, {"stored": 70}),
+        (128, (8, 3), 20, {"stored": 60, "shares": 9}),
+        (256, (4, 3), 3, {"stored": 2}),
     ],
 )
-def test_the_last_token_of_each_row_is_stored_before_it_is_read(
+def test_a_token_of_each_row_is_stored_before_it_is_read(
     rng, tmp_path, head_dim, widths, group, options
 ):
+    """The last one, or one anywhere, as in a window that slides."""
     planes, _ = make_planes(rng, head_dim, widths)
+    at = options.get("stored")
     exact = [hard_rows(rng, head_dim) for _ in "kv"]
     stored = (
         *reference.encode_keys(exact[0], bits=widths[0], guard=True),
         *reference.encode_values(exact[1], bits=widths[1], guard=True),
     )
     wanted = [plane.copy() for plane in planes]
-    for i, length in enumerate(LENGTHS):
-        for plane, token in zip(wanted, stored, strict=True) if length else ():
-            plane[i, :, length - 1] = token[i, :, 0]
+    for i, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=True)):
+        place = length - 1 if at is None else at
+        for plane, token in zip(wanted, stored, strict=True) if start <= place < length else ():
+            plane[i, :, place] = token[i, :, 0]
     rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
     queries = rng.standard_normal((len(LENGTHS), 2 * group, 1, head_dim)).astype(np.float32)
     got = emulated.attend(queries, planes, widths, tmp_path, exact=exact, **rows, **options)

@@ -194,7 +194,7 @@ def appended(given, planes, at, exact, after):
 def appended_as_attended(given, planes, at, exact, after):
     queries, scheme, scores = given
     pair = PackedKeys(*planes[:3]), PackedValues(*planes[3:])
-    call = kernels.planned(queries, pair, at + 1, scheme, scores, stores=True)
+    call = kernels.planned(queries, pair, at + 1, scheme, scores, stores=at)
     output = call(queries, pair, exact, after)
     return output, output
 

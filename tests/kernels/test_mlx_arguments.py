@@ -6,11 +6,13 @@ import pytest
 from kvstow.codec import reference
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
+from kvstow.kernels.arguments import DECODE_COUNTS
 from kvstow.kernels.plan import Device
 from kvstow.scheme import HEAD_DIMS, VALUE_BITS, Turbo
 
 mx = pytest.importorskip("mlx.core")
 kernels = pytest.importorskip("kvstow.kernels.mlx")
+build = pytest.importorskip("kvstow.kernels.mlx_build")
 
 pytestmark = pytest.mark.mlx
 K8V3 = Turbo(8, 3)
@@ -69,9 +71,10 @@ def test_no_tokens_are_encoded_as_no_tokens():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", VALUE_BITS)
 def test_constants_lie_where_the_kernel_looks_for_them(head_dim, bits):
-    made = np.array(kernels._constants(head_dim, bits, tuple(range(1, 12))))
-    assert made[:11].tolist() == list(range(1, 12))
-    tables = made[kernels.AT_TABLES :]
+    counts = list(range(len(DECODE_COUNTS) + 1))
+    made = np.array(build.constants(head_dim, bits, tuple(counts)))
+    assert made[: len(counts)].tolist() == counts
+    tables = made[build.AT_TABLES :]
     floats, n = tables[: 2 << bits].view(np.float32), 1 << bits
     np.testing.assert_array_equal(floats[:n], CENTROIDS[bits])
     np.testing.assert_array_equal(floats[n:-1], BOUNDARIES[bits])
@@ -110,7 +113,7 @@ def test_arrays_are_given_in_the_order_of_their_names(monkeypatch):
     queries, (keys, values), sinks = mx.zeros((1, 4, 1, 64)), planes(256), mx.zeros((4,))
     rows = kernels.Rows(mx.array([0], mx.int32), mx.array([5], mx.int32), 5)
     scores = kernels.Scores(0.125, sinks=sinks)
-    call = kernels.planned(queries, (keys, values), rows, K8V3, scores, stores=True)
+    call = kernels.planned(queries, (keys, values), rows, K8V3, scores, stores=4)
     exact, after, others = (mx.zeros((1, 2, 1, 64)),) * 2, mx.zeros((1,)), mx.ones((4,))
     call(queries, (keys, values), exact, after, others)
     kernels._prepare.cache_clear()
@@ -133,10 +136,16 @@ def test_arrays_are_given_in_the_order_of_their_names(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n_queries", "search", "got"), [(2, False, "got 2 and"), (1, True, r"\+search")]
+    ("n_queries", "search", "at", "got"),
+    [
+        (2, False, 4, "of 5, 2 and"),
+        (1, True, 4, r"\+search"),
+        (1, False, 5, "token 5 of 5"),
+        (1, False, -1, "token -1"),
+    ],
 )
-def test_a_token_is_stored_for_one_query_and_without_a_search(n_queries, search, got):
+def test_a_token_is_stored_for_one_query_and_without_a_search(n_queries, search, at, got):
     queries, scores = mx.zeros((1, 4, n_queries, 64)), kernels.Scores(0.125)
     scheme = Turbo(8, 3, search=search)
     with pytest.raises(ValueError, match=f"one query token and without a search.*{got}"):
-        kernels.planned(queries, planes(256), 5, scheme, scores, stores=True)
+        kernels.planned(queries, planes(256), 5, scheme, scores, stores=at)

@@ -5,12 +5,11 @@ A decoded token is encoded by the attention kernel that reads it next, in the sa
 whoever comes before, or instead, has it encoded by a launch of its own.
 """
 
-from typing import Any
-
 import mlx.core as mx
 
 from kvstow.kernels import backend as kernels
 from kvstow.scheme import Turbo
+from kvstow.store import Turns
 
 Exact = tuple[mx.array, mx.array]
 
@@ -23,14 +22,14 @@ class Arrival:
         planes: The five of them ``(b, h, capacity, *)``, contiguous.
         position: Where in the capacity the first token comes to be.
         exact: Keys and values ``(b, h, t, d)``.
-        before: Tokens that are on their way into the same planes; None: there are none.
+        turns: Of the kernels that write to these planes and read them.
 
     Attributes:
         position: As given.
-        after: What tells that those before are there, until these are encoded.
+        exact: Keys and values, as long as nobody has encoded them.
     """
 
-    __slots__ = ("_exact", "_planes", "_scheme", "_there", "after", "position")
+    __slots__ = ("_planes", "_scheme", "_turns", "exact", "position")
 
     def __init__(
         self,
@@ -38,31 +37,24 @@ class Arrival:
         planes: tuple[mx.array, ...],
         position: int,
         exact: Exact,
-        before: "Arrival | None" = None,
+        turns: Turns,
     ) -> None:
         self._scheme, self.position = scheme, position
-        self.after = None if before is None else before.there()
-        self._exact: Exact | None = exact
-        self._planes = planes
-        self._there: Any = None
-
-    @property
-    def exact(self) -> Exact | None:
-        """Keys and values, as long as nobody has encoded them."""
-        return self._exact
+        self.exact: Exact | None = exact
+        self._planes, self._turns = planes, turns
 
     def there(self) -> mx.array:
         """An array that is there once the tokens are; encodes them unless that was done."""
-        if self._exact is not None:
-            to = self._planes, self.position
-            self.encoded(kernels.append(*to, self._exact, self._scheme, after=self.after))
-        there: mx.array = self._there
+        if self.exact is not None:
+            to, after = (self._planes, self.position), self._turns.last
+            self.encoded(kernels.append(*to, self.exact, self._scheme, after=after))
+        there: mx.array = self._turns.last
         return there
 
     def encoded(self, there: mx.array) -> None:
         """Somebody encodes the tokens: they are there once `there` is."""
-        self._there = there
-        self._exact = self.after = None
+        self._turns.last = there
+        self.exact = None
         self._planes = ()
 
     def wait(self) -> None:

@@ -20,9 +20,9 @@ from kvstow.attention.masks import sight_of
 from kvstow.attention.mlx import attend as attend_deferred
 from kvstow.attention.notices import warn
 from kvstow.attention.parity import say
-from kvstow.attention.step import Last, Step, likeness, shape
+from kvstow.attention.step import Last, Step, likeness, shape, stored_at
 from kvstow.attention.tasks import AttendTask, EncodeTask, PrefillTask, Task
-from kvstow.attention.window import PackedWindow
+from kvstow.attention.window import ALIGNED_TOKENS, PackedWindow
 from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.kernels import backend as kernels
@@ -30,7 +30,6 @@ from kvstow.kernels.calls import NAMES
 from kvstow.kernels.plan import MOST_STEP_TOKENS
 from kvstow.scheme import Turbo
 
-ALIGNED_TOKENS = 8  # the kernel's copies want planes of a multiple of this
 KERNEL = "kernel"
 # So many query tokens share one decoding of the window that it is faster than the kernel, which
 # decodes once for every 128 query rows (decision 13); up to so many bytes, in float16.
@@ -47,12 +46,12 @@ class Call:
     Attributes:
         tokens: How many of the planes' tokens are data, or the rows of a ragged batch.
         scores: Scale, window and sinks.
-        stores: Whether the kernel is to store the last token of each row.
+        stores: Which token of each row the kernel is to store; None: none.
     """
 
     tokens: int | kernels.Rows
     scores: kernels.Scores
-    stores: bool = False
+    stores: int | None = None
 
 
 # Making a value of a frozen dataclass takes longer than finding one: see `kernels.calls`.
@@ -150,8 +149,10 @@ def _planned(
         planned = kernels.planned(queries, planes, *given, stores=call.stores)
     except Exception as error:
         return _uncallable(error)
-    step = Step(planned, call.stores, likeness(queries, window), scale, mask, shape(sinks))
-    if queries.shape[2] <= MOST_STEP_TOKENS:  # a prompt's mask may be large
+    is_step = queries.shape[2] <= MOST_STEP_TOKENS
+    kind = call.stores is not None, is_step  # a prompt's output is too large to be kept for long
+    step = Step(planned, *kind, likeness(queries, window), scale, mask, shape(sinks))
+    if is_step:  # and so may its mask be
         _last.keep(step)
     return step
 
@@ -226,26 +227,16 @@ def plan_call(
         return "a mask that says more than where rows and windows begin"
     about = *window.scheme.widths, d, dtype_name(queries.dtype)
     kind = sight.starts is not None, sinks is not None
-    stores = _can_store(queries, window, sight.n_tokens) and not _why_unchecked(
-        _attend_task(*about, hq // h, 1, *kind, True)
-    )
-    if not stores and (why := _why_no_kernel(queries, window, about, kind)):
+    stores = stored_at(queries, window, sight)
+    if stores is not None and _why_unchecked(_attend_task(*about, hq // h, 1, *kind, True)):
+        stores = None
+    if stores is None and (why := _why_no_kernel(queries, window, about, kind)):
         return why
     scores = _scored(float(scale), sight.window, sinks)
     if sight.starts is None:
         return Call(sight.n_tokens, scores, stores)
     starts, n_tokens = sight.starts.astype(mx.int32), sight.n_tokens
     return Call(kernels.Rows(starts, _lengths(b, n_tokens), n_tokens), scores, stores)
-
-
-def _can_store(queries: mx.array, window: PackedWindow, n_tokens: int) -> bool:
-    """Whether it is a step whose one token of each row nobody has encoded yet."""
-    arrival = window.arrival
-    if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
-        return False
-    keys, capacity = exact[0], window.keys.scales.shape[2]
-    is_step = queries.shape[2] == keys.shape[2] == 1 and arrival.position == n_tokens - 1
-    return is_step and keys.dtype == queries.dtype and capacity % ALIGNED_TOKENS == 0
 
 
 def _why_no_kernel(

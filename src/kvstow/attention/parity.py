@@ -47,9 +47,11 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
     scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
     starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
     step = task if isinstance(task, AttendTask) else None
-    n_late = 1 if step and step.stores else 0
+    late = None  # in a window that slides, a new token may be stored anywhere
+    if step and step.stores:
+        late = N_TOKENS - 1 if step.ragged else N_TOKENS // 3
     exact = _exact(rng, (len(starts), N_KV_HEADS, CAPACITY, d), task.dtype)
-    planes, poisoned = _planes(rng, scheme, exact, starts, N_TOKENS - n_late)
+    planes, poisoned = _planes(rng, scheme, exact, starts, late)
     group, n_queries = (step.group, step.n_queries) if step else (PROMPT_HEADS, PROMPT_QUERIES)
     shape = (len(starts), N_KV_HEADS * group, n_queries, d)
     queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
@@ -62,9 +64,9 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
             lengths = np.full(len(starts), n_tokens, np.int32)
             tokens = kernels.Rows(mx.array(starts), mx.array(lengths), n_tokens)
         given = queries, poisoned, tokens, scheme, scores
-        if n_late:
-            late = exact[0][:, :, n_tokens - 1 : n_tokens], exact[1][:, :, n_tokens - 1 : n_tokens]
-            made = _floats(kernels.planned(*given, stores=True)(queries, poisoned, late))
+        if late is not None:
+            new = exact[0][:, :, late : late + 1], exact[1][:, :, late : late + 1]
+            made = _floats(kernels.planned(*given, stores=late)(queries, poisoned, new))
         else:
             made = _floats(kernels.attend(*given))
         with np.errstate(invalid="ignore"):  # a row without tokens
@@ -81,18 +83,18 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
         if not error <= TOLERANCE[task.dtype]:  # NaN is a failure too
             said = f" with a window of {window}" if window else ""
             return f"attention{said} is off by {error:.1e}, allowed are {TOLERANCE[task.dtype]:.1e}"
-    return _of_last_token(planes, poisoned) if n_late else ""
+    return "" if late is None else _of_token(late, planes, poisoned)
 
 
-def _of_last_token(
-    planes: tuple[PackedKeys, PackedValues], stored: tuple[PackedKeys, PackedValues]
+def _of_token(
+    i: int, planes: tuple[PackedKeys, PackedValues], stored: tuple[PackedKeys, PackedValues]
 ) -> str:
-    """How what was stored of it differs."""
+    """How what was stored of a token differs."""
     wanted, got = (*planes[0], *planes[1]), (*stored[0], *stored[1])
     for name, plane, want in zip(PLANES, got, wanted, strict=True):
-        there = np.array(_other_handle(plane)).view(want.dtype)[:, :, N_TOKENS - 1]
-        if n_wrong := _n_different(there, want[:, :, N_TOKENS - 1]):
-            return f"{n_wrong} of {there.size} {name} of the last token differ"
+        there = np.array(_other_handle(plane)).view(want.dtype)[:, :, i]
+        if n_wrong := _n_different(there, want[:, :, i]):
+            return f"{n_wrong} of {there.size} {name} of the new token differ"
     return ""
 
 
@@ -111,13 +113,13 @@ def _planes(
     scheme: Turbo,
     exact: tuple[mx.array, mx.array],
     starts: np.ndarray,
-    n_stored: int,
+    late: int | None,
 ) -> tuple[tuple[PackedKeys, PackedValues], tuple[PackedKeys, PackedValues]]:
-    """Planes in numpy; in MLX with noise outside the rows, and so many tokens in them."""
+    """Planes in numpy; in MLX with noise outside the rows, and for a token that comes late."""
     keys = codec.encode_keys(_floats(exact[0]), bits=scheme.key_bits, guard=True)
     values = codec.encode_values(_floats(exact[1]), bits=scheme.value_bits, guard=True)
     at = np.arange(CAPACITY)
-    inside = ((at >= starts[:, None]) & (at < n_stored))[:, None, :, None]
+    inside = ((at >= starts[:, None]) & (at < N_TOKENS) & (at != late))[:, None, :, None]
 
     def poisoned(plane: np.ndarray) -> mx.array:
         noise = rng.integers(-128, 128, plane.shape).astype(plane.dtype)

@@ -10,8 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstow.attention.arrival import Arrival, Exact
-from kvstow.attention.window import PackedWindow
+from kvstow.attention.arrival import Arrival
+from kvstow.attention.masks import Sight
+from kvstow.attention.window import ALIGNED_TOKENS, PackedWindow
 from kvstow.kernels.calls import Planned
 
 
@@ -21,7 +22,8 @@ class Step:
 
     Attributes:
         call: Launches the kernel.
-        stores: Whether it stores the last token of each row, which nobody has encoded yet.
+        stores: Whether it stores the token of each row that nobody has encoded yet.
+        follows: Whether the next kernel follows it; else it reads as a stranger, see `Turns`.
         like: The `likeness` of the layer.
         scale: Of the scores.
         mask: The mask itself.
@@ -30,6 +32,7 @@ class Step:
 
     call: Planned
     stores: bool
+    follows: bool
     like: tuple[Any, ...]
     scale: float
     mask: Any
@@ -37,14 +40,20 @@ class Step:
 
     def run(self, queries: mx.array, window: PackedWindow, sinks: mx.array | None) -> mx.array:
         """The output, once what is on its way is stored."""
-        arrival, planes = window.arrival, (window.keys, window.values)
-        if arrival is None:
+        arrival, turns, planes = window.arrival, window.turns, (window.keys, window.values)
+        if turns is None:
             return self.call(queries, planes, sinks=sinks)
-        exact: Exact | None = arrival.exact
-        if exact is None or not self.stores:
-            return self.call(queries, planes, after=arrival.there(), sinks=sinks)
-        output = self.call(queries, planes, exact, arrival.after, sinks)
-        arrival.encoded(output)
+        if arrival is None or arrival.exact is None:
+            output = self.call(queries, planes, after=turns.last, sinks=sinks)
+        elif self.stores:
+            output = self.call(queries, planes, arrival.exact, turns.last, sinks)
+            arrival.encoded(output)
+        else:
+            output = self.call(queries, planes, after=arrival.there(), sinks=sinks)
+        if self.follows:
+            turns.last = output
+        else:
+            turns.has_strangers = True
         return output
 
 
@@ -89,6 +98,19 @@ def likeness(queries: mx.array, window: PackedWindow) -> tuple[Any, ...]:
         queries.dtype,
         _of_arrival(window.arrival),
     )
+
+
+def stored_at(queries: mx.array, window: PackedWindow, sight: Sight) -> int | None:
+    """Where the one token of each row is to come, if a kernel can store it in this step."""
+    arrival = window.arrival
+    if arrival is None or (exact := arrival.exact) is None or window.scheme.search:
+        return None
+    (keys, _), at, capacity = exact, arrival.position, window.keys.scales.shape[2]
+    is_last = at == sight.n_tokens - 1
+    is_step = queries.shape[2] == keys.shape[2] == 1
+    sees_it = is_last or (at < sight.n_tokens and not sight.window and sight.starts is None)
+    can = is_step and sees_it and keys.dtype == queries.dtype and capacity % ALIGNED_TOKENS == 0
+    return at if can else None
 
 
 def shape(sinks: mx.array | None) -> tuple[int, ...] | None:

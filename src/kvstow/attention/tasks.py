@@ -39,7 +39,7 @@ class AttendTask(_Stored):
         n_queries: Query tokens.
         ragged: Whether rows begin at tokens of their own.
         sinks: Whether there are attention sinks.
-        stores: Whether each row's last token is stored first.
+        stores: Whether a token of each row is stored first.
     """
 
     group: int

@@ -7,18 +7,21 @@ import mlx.core as mx
 from kvstow.attention.arrival import Arrival
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.scheme import GROUP_SIZE, Turbo
+from kvstow.store import Turns
+
+ALIGNED_TOKENS = 8  # kernels' copies want planes of a multiple of this
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: one is made for each layer and step, which would take longer
+# Not frozen: one is made for each layer and step, which would take longer.
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PackedWindow:
     """Stored keys and values on their way from a cache to `attend`.
 
     `keys` and `values` are whole planes ``(b, h, capacity, *)``, contiguous; the
     first `n_tokens` tokens are the window. `fused` says that a kernel may attend to it,
-    see `fused.attend`; `mlx.attend` does not read it. The last tokens may still be on their
-    way, as `arrival`: kernels wait for it by themselves, others call `settled`.
+    see `fused.attend`; `mlx.attend` does not read it. The newest tokens may still be on their
+    way, as `arrival`, and memory may be written to again once kernels have had their `turns`:
+    they see to it by themselves, others call `settled`.
     """
 
     keys: PackedKeys
@@ -27,13 +30,20 @@ class PackedWindow:
     scheme: Turbo
     fused: bool = False
     arrival: Arrival | None = None
+    turns: Turns | None = None
+
+    def __post_init__(self) -> None:
+        if self.turns is not None:
+            self.turns.lend(self)
 
     def settled(self) -> "PackedWindow":
         """The window once it may be read by anyone; waits for that."""
-        if self.arrival is None:
+        if self.turns is None:
             return self
-        self.arrival.wait()
-        return replace(self, arrival=None)
+        if self.arrival is not None:
+            self.arrival.wait()
+        self.turns.has_strangers = True
+        return replace(self, arrival=None, turns=None)
 
     def aligned(self, multiple: int) -> "PackedWindow":
         """With room for a multiple of tokens in its planes; nobody reads what is added."""

@@ -37,6 +37,7 @@ DECODE_COUNTS = (
     "n_splits",
     "chunk",
     "window",
+    "stored",
 )
 
 

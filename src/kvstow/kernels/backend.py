@@ -83,7 +83,7 @@ def planned(
     scheme: Turbo,
     scores: Scores,
     *,
-    stores: bool = False,
+    stores: int | None = None,
 ) -> Planned:
     """What `attend` does for these, to be called for others that are alike.
 
@@ -92,19 +92,20 @@ def planned(
     Args:
         queries: As those of `attend`.
         planes: As those of `attend`; with `stores`, of `append`.
-        tokens: As those of `attend`, the last one of each row included.
+        tokens: As those of `attend`, the one to be stored included.
         scheme: Widths of the planes; with `stores` it does not search.
         scores: How the scores become weights.
-        stores: Whether it is to store the last token of each row before it reads it, for one
-            query token.
+        stores: Which token of each row it is to store before it reads it, for one query token
+            that sees it.
 
     Raises:
-        ValueError: As `attend`, and if there are more query tokens or a search with `stores`.
+        ValueError: As `attend`, and if there are more query tokens, a search or a token
+            that is not there with `stores`.
     """
     if name() == "cuda":
         return cuda_mlx.planned(queries, planes, tokens, scheme, scores, stores=stores)
 
-    if stores:
+    if stores is not None:
         raise ValueError("no kernel for Metal stores tokens before it attends")
 
     def call(

@@ -66,8 +66,8 @@ class Planned(Protocol):
         Args:
             queries: ``(b, hq, l, d)``.
             planes: Whole planes ``(b, h, capacity, *)``.
-            exact: Keys and values ``(b, h, 1, d)`` of the last token of each row, of the dtype of
-                the queries, where they are to be stored.
+            exact: Keys and values ``(b, h, 1, d)`` of the new token of each row, of the dtype of
+                the queries, where it is to be stored.
             after: What `append` or this returned for tokens that are being stored still.
             sinks: As `Scores.sinks`, where it was planned for some.
         """
@@ -108,12 +108,19 @@ def check_tokens(n_tokens: int, capacity: int) -> None:
 
 
 def decode_counts(
-    shape: Shape, plan: Plan[object], *, capacity: int, window: int, scale: float
+    shape: Shape,
+    plan: Plan[object],
+    *,
+    capacity: int,
+    window: int,
+    scale: float,
+    stored: int | None = None,
 ) -> tuple[int, ...]:
     """The numbers of `arguments.DECODE_COUNTS`, and the bits of the scores' factor."""
     sizes = shape.batch, shape.n_kv_heads, plan.group, shape.n_queries, capacity, shape.n_tokens
     factor = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    return *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window, factor
+    at = -1 if stored is None else stored
+    return *sizes, plan.row_blocks, plan.n_splits, plan.chunk, window, at, factor
 
 
 def check_alike(keys: mx.array, values: mx.array) -> None:

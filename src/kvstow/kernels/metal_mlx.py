@@ -113,14 +113,14 @@ def device() -> MetalDevice:
 def decode_callable(kernel: MetalDecodeKernel, ragged: bool) -> Any:
     """Takes planes, queries, centroids, counts, then the rows; gives sums and weights.
 
-    Counts are those of `DECODE_COUNTS` and the factor's bits.
+    Counts are those of `DECODE_COUNTS` and the factor's bits; no kernel here stores tokens.
     """
     rows = ["starts", "lengths"] if ragged else []
     codes = ("key_codes", "value_codes")
     lines = [
         f"threadgroup float shared[{kernel.shared_floats}];",
         "kvstow::DecodeArgs args;",
-        *(f"args.{name} = counts[{i}];" for i, name in enumerate(DECODE_COUNTS)),
+        *(f"args.{x} = counts[{i}];" for i, x in enumerate(DECODE_COUNTS) if x != "stored"),
         f"args.scale_log2 = as_type<float>(counts[{len(DECODE_COUNTS)}]);",
         *(f"args.{name} = (const device uchar*){name};" for name in codes),
         *(f"args.{name} = {name};" for name in _PLANES if name not in codes),

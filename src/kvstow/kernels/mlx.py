@@ -15,8 +15,6 @@ import numpy as np
 
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.codec.search import key_candidates, value_candidates
-from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
-from kvstow.kernels.arguments import DECODE_COUNTS
 from kvstow.kernels.calls import (
     Planned,
     Rows,
@@ -33,8 +31,8 @@ from kvstow.kernels.calls import (
     sink_arrays,
 )
 from kvstow.kernels.mlx_build import (
-    AT_TABLES,
     append_callable,
+    constants,
     decode_callable,
     encode_callable,
 )
@@ -69,19 +67,21 @@ def planned(
     scheme: Turbo,
     scores: Scores,
     *,
-    stores: bool = False,
+    stores: int | None = None,
 ) -> Planned:
     """See `backend.planned`.
 
     Raises:
         ValueError: As there.
     """
-    if stores and (queries.shape[2] != 1 or scheme.search):
-        raise ValueError(
-            "a token of each row is stored for one query token and without a search, "
-            f"got {queries.shape[2]} and {scheme}"
-        )
     n_tokens = tokens.longest if isinstance(tokens, Rows) else tokens
+    if stores is not None and (
+        queries.shape[2] != 1 or scheme.search or not 0 <= stores < n_tokens
+    ):
+        raise ValueError(
+            "one of the tokens of each row is stored for one query token and without a search, "
+            f"got token {stores} of {n_tokens}, {queries.shape[2]} and {scheme}"
+        )
     sizes = queries.shape, planes[0].codes.shape[1:3], n_tokens
     ragged, with_sinks = isinstance(tokens, Rows), scores.sinks is not None
     options = ragged, stores, with_sinks, scores.window, scores.scale
@@ -214,7 +214,7 @@ def _prepare(
     sizes: tuple[tuple[int, ...], tuple[int, int], int],
     widths: tuple[int, int],
     dtype: Dtype,
-    options: tuple[bool, bool, bool, int, float],
+    options: tuple[bool, int | None, bool, int, float],
 ) -> _Prepared:
     """How a call is launched.
 
@@ -222,7 +222,7 @@ def _prepare(
         sizes: Shape of the queries; KV heads and capacity; tokens of the longest row.
         widths: Of a key code and a value code.
         dtype: Of the queries.
-        options: Whether rows differ, the last tokens are stored, and there are sinks; the
+        options: Whether rows differ, which token is stored, whether there are sinks; the
             window and the scale.
 
     Raises:
@@ -231,10 +231,12 @@ def _prepare(
     (b, hq, n_queries, d), (h, capacity), n_tokens = sizes
     ragged, stores, with_sinks, window, scale = options
     check_tokens(n_tokens, capacity)
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, stores=stores)
+    kind = {"ragged": ragged, "stores": stores is not None}
+    shape = Shape(b, hq, h, n_queries, d, n_tokens, **kind)
     plan = plan_attention(shape, widths, dtype, device())
     n_rows = b * hq * n_queries if plan.writes_parts else 1
-    counts = decode_counts(shape, plan, capacity=capacity, window=window, scale=scale)
+    fixed = {"capacity": capacity, "window": window}
+    counts = decode_counts(shape, plan, **fixed, scale=scale, stored=stores)
     return _Prepared(
         kernel=decode_callable(plan.kernel, ragged, with_sinks),
         launch={
@@ -242,22 +244,9 @@ def _prepare(
             "threadgroup": (plan.kernel.threads, 1, 1),
             "output_shapes": [(b, hq, n_queries, d), (n_rows, plan.n_splits, d + 2)],
         },
-        constants=_constants(d, widths[1], counts),
+        constants=constants(d, widths[1], counts),
         n_blocks=b * h * plan.row_blocks,
     )
-
-
-def _constants(head_dim: int, bits: int, counts: tuple[int, ...]) -> mx.array:
-    """What a kernel reads beside its arrays: see `mlx_build.decode_callable`."""
-    return mx.array(np.concatenate([np.array(counts, np.int32), _tables(head_dim, bits)]))
-
-
-@cache
-def _tables(head_dim: int, bits: int) -> np.ndarray:
-    behind_counts = np.zeros(AT_TABLES - len(DECODE_COUNTS) - 1, np.int32)
-    floats = np.concatenate([CENTROIDS[bits], BOUNDARIES[bits], np.zeros(1, np.float32)])
-    signs = SIGNS[head_dim].astype(np.int8)
-    return np.concatenate([behind_counts, floats.view(np.int32), signs.view(np.int32)])
 
 
 class _Slots(threading.local):

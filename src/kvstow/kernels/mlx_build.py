@@ -10,7 +10,9 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.kernels.arguments import DECODE_COUNTS
 from kvstow.kernels.prefill import PrefillKernel
 from kvstow.kernels.source import AnyKernel, cuda_include, digest
@@ -20,6 +22,19 @@ _PLANES = ("key_codes", "key_scales", "key_zeros", "value_codes", "value_scales"
 ENCODE_COUNTS = ("n_kv_heads", "n_tokens", "n_vectors")
 APPEND_COUNTS = (*ENCODE_COUNTS, "capacity", "position")
 AT_TABLES = 16  # in 32 bits: behind the counts of attention, and aligned
+
+
+def constants(head_dim: int, bits: int, counts: tuple[int, ...]) -> mx.array:
+    """What `decode_callable` takes of a head_dim, the width of a value code, and counts."""
+    return mx.array(np.concatenate([np.array(counts, np.int32), _tables(head_dim, bits)]))
+
+
+@cache
+def _tables(head_dim: int, bits: int) -> np.ndarray:
+    behind_counts = np.zeros(AT_TABLES - len(DECODE_COUNTS) - 1, np.int32)
+    floats = np.concatenate([CENTROIDS[bits], BOUNDARIES[bits], np.zeros(1, np.float32)])
+    signs = SIGNS[head_dim].astype(np.int8)
+    return np.concatenate([behind_counts, floats.view(np.int32), signs.view(np.int32)])
 
 
 @cache

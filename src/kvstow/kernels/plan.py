@@ -85,7 +85,7 @@ class Shape:
         head_dim: Elements of a key and of a value.
         n_tokens: Tokens of the longest row.
         ragged: Whether rows differ in length.
-        stores: Whether each row's last token is to be stored first.
+        stores: Whether a token of each row is to be stored first.
     """
 
     batch: int

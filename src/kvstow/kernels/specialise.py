@@ -53,7 +53,7 @@ class DecodeKernel:
         warps: Of a block.
         stages: Tiles that a warp holds at once.
         tile: Tokens of a tile.
-        stores: Whether it stores each row's last token before it reads it, for one query token.
+        stores: Whether it stores a token of each row before it reads it, for one query token.
     """
 
     head_dim: int

@@ -97,10 +97,9 @@ class PackedKVCache(Single):
 
     def window(self) -> PackedWindow:
         """The stored planes, not decoded."""
-        store = self._store
-        return PackedWindow(
-            *store.allocated(), store.offset, self.scheme, fused=self.fused, arrival=store.arrival
-        )
+        store, scheme = self._store, self.scheme
+        on_its_way = store.arrival, store.turns
+        return PackedWindow(*store.allocated(), store.offset, scheme, self.fused, *on_its_way)
 
     @property
     def n_elements(self) -> int:

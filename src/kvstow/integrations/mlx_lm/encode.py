@@ -10,6 +10,7 @@ from kvstow.codec import mlx as codec
 from kvstow.codec.layout import PackedKeys, PackedValues
 from kvstow.errors import UnsupportedModel
 from kvstow.scheme import Turbo
+from kvstow.store import Turns
 
 
 class Writable(Protocol):
@@ -22,6 +23,10 @@ class Writable(Protocol):
     @property
     def arrival(self) -> Arrival | None:
         """Tokens that are on their way."""
+
+    @property
+    def turns(self) -> Turns:
+        """Of the kernels that write to the planes and read them."""
 
     def writable(self, n_tokens: int) -> tuple[Any, ...]:
         """The planes, where so many more may be written; else ``()``."""
@@ -55,7 +60,9 @@ def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.a
     planes = store.writable(n_tokens)
     if not planes or not kernels.can_encode_in_place(scheme, keys, values):
         return False
-    store.expect(n_tokens, Arrival(scheme, planes, store.end, (keys, values), before=store.arrival))
+    if store.arrival is not None:
+        store.arrival.there()  # those before come first, be it by a launch of their own
+    store.expect(n_tokens, Arrival(scheme, planes, store.end, (keys, values), store.turns))
     return True
 
 

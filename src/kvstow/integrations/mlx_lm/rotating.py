@@ -25,7 +25,7 @@ from kvstow.integrations.mlx_lm.batch import (
     FusedBatchKVCache,
     PackedBatchKVCache,
 )
-from kvstow.integrations.mlx_lm.encode import check_widths, encode
+from kvstow.integrations.mlx_lm.encode import append_in_place, check_widths, encode
 from kvstow.integrations.mlx_lm.fetch import Deferred, Fetched, Fused
 from kvstow.integrations.mlx_lm.pairs import Arrays, holding
 from kvstow.integrations.mlx_lm.rows import PackedRows, PlainRows
@@ -122,7 +122,7 @@ class PackedRotatingKVCache(Single):
         check_widths(self.scheme, keys, values)
         self.dtype = keys.dtype
         if isinstance(self._rows, PackedRows):
-            self._rows.append(*encode(self.scheme, keys, values, fused=self.fused))
+            self._append(self._rows, keys, values)
             return self._hand_out()
         exact = self._rows.append(keys, values)
         self._pack()
@@ -132,7 +132,7 @@ class PackedRotatingKVCache(Single):
         """The tokens held, decoded: ``(b, h, t, d)``, in mlx-lm's order."""
         if isinstance(self._rows, PlainRows):
             return self._rows.keys_and_values()
-        return decode_window(self._rows.window(self.scheme), self.dtype, rotated=False)
+        return decode_window(self._rows.window(self.scheme).settled(), self.dtype, rotated=False)
 
     def window(self) -> PackedWindow | None:
         """The stored planes, not decoded; None where the tokens are plain."""
@@ -177,9 +177,9 @@ class PackedRotatingKVCache(Single):
 
     def stored_rows(self) -> Iterator[tuple[PackedKeys, PackedValues]]:
         """See `Eager.stored_rows`."""
-        if window := self.window():
-            keys, values = window.keys, window.values
-            n = window.n_tokens
+        if (window := self.window()) is not None:
+            window = window.settled()
+            keys, values, n = window.keys, window.values, window.n_tokens
             yield (
                 PackedKeys(*(plane[:, :, :n] for plane in keys)),
                 PackedValues(*(plane[:, :, :n] for plane in values)),
@@ -241,6 +241,13 @@ class PackedRotatingKVCache(Single):
         cache = self.fresh()
         cache._rows, cache.dtype = rows, dtype
         return cache
+
+    def _append(self, rows: PackedRows, keys: mx.array, values: mx.array) -> None:
+        if self.fused and append_in_place(self.scheme, rows, keys, values):
+            return
+        rows.append(*encode(self.scheme, keys, values, fused=self.fused))
+        if self.fused:
+            rows.align()
 
     def _pack(self) -> None:
         if isinstance(self._rows, PlainRows) and self.offset >= (self.scheme.start_tokens or 1):

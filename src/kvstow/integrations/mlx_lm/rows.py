@@ -7,8 +7,8 @@ which do everything alike, and `PlainRows` keeps exact keys and values in one. W
 token is stored as is decided here, and where it lies is decided there, so it is
 where any other layer of the model has it.
 
-Only a step of a batch may go past them: its tokens can be written to the memory of their
-arrays, which then are nobody else's, see `PackedRows.writable`.
+Only a step may go past them: its tokens can be written to the memory of their arrays, which
+then are nobody else's, see `PackedRows.writable`.
 """
 
 import copy
@@ -19,11 +19,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
 from kvstow.attention.arrival import Arrival
-from kvstow.attention.fused import ALIGNED_TOKENS
 from kvstow.attention.masks import Sight
 from kvstow.attention.window import PackedWindow
 from kvstow.codec.layout import PackedKeys, PackedValues
-from kvstow.integrations.mlx_lm import masks
+from kvstow.integrations.mlx_lm import masks, places
 from kvstow.integrations.mlx_lm.encode import encode
 from kvstow.integrations.mlx_lm.pairs import (
     Arrays,
@@ -33,7 +32,7 @@ from kvstow.integrations.mlx_lm.pairs import (
     nothing_beside,
 )
 from kvstow.scheme import GROUP_SIZE, Turbo
-from kvstow.store import OwnPlanes
+from kvstow.store import OwnPlanes, Turns
 
 
 class Rows:
@@ -186,6 +185,7 @@ class PackedRows(Rows):
     def __init__(self, *caches: Any) -> None:
         super().__init__(*caches)
         self._own = OwnPlanes(mx)  # handles of what the caches hold, or none
+        self._end = 0
 
     @property
     def caches(self) -> tuple[Any, ...]:
@@ -204,22 +204,24 @@ class PackedRows(Rows):
             cache.update_and_fetch(*pair)
         last.values = nothing_beside(last.keys)  # updates of it that nobody computes would grow
         self._count_offsets()
-        if isinstance(first, BatchKVCache):
-            # MLX has written to memory that nobody else has, or to a copy.
-            self._own.is_shared = False
-        else:
+        self._own.is_shared = False  # MLX has written to memory that nobody else has, or to a copy
+        if not isinstance(first, BatchKVCache):
             for cache in self._caches[1:]:
                 cache.offset = copy.copy(first.offset)  # nobody computes theirs
 
     def writable(self, n_tokens: int) -> tuple[mx.array, ...]:
         """The planes, where `n_tokens` more may be written to their memory; else ``()``.
 
-        As `PackedStore.writable`: only in a batch that grows, once it was asked for a `window`
-        after an `append`.
+        As `PackedStore.writable`: only in a batch that grows or in the window of one row, once it
+        was asked for a `window` after an `append`.
         """
-        own = self._own
-        if own.is_shared or not own.arrays or self.end + n_tokens > self.capacity:
+        own, first = self._own, self._caches[0]
+        if own.is_shared or not own.arrays:
             return ()
+        place = places.next_place(first, n_tokens)
+        if place is None or (places.overwrites(first) and not own.turns.may_overwrite):
+            return ()
+        self._end = place
         if not own.is_contiguous:
             own.make_contiguous()
             for cache, (keys, others) in zip(self._caches, as_pairs(*own.pairs()), strict=True):
@@ -228,8 +230,13 @@ class PackedRows(Rows):
 
     @property
     def end(self) -> int:
-        """Where in the capacity the next token of a batch that grows comes to be."""
-        return int(self._caches[0]._idx)
+        """Where in the capacity tokens come to be that are `writable`."""
+        return self._end
+
+    @property
+    def turns(self) -> Turns:
+        """See `OwnPlanes.turns`."""
+        return self._own.turns
 
     @property
     def arrival(self) -> Arrival | None:
@@ -241,16 +248,14 @@ class PackedRows(Rows):
         """See `PackedStore.expect`."""
         self._own.arrival = arrival
         for cache in self._caches:
-            cache._idx += n_tokens
+            places.count(cache, arrival.position, n_tokens)
 
     def align(self) -> None:
         """Make room for a multiple of tokens, which kernels want and would copy planes for.
 
-        mlx-lm's batch grows by steps, but from whatever length the prompt had. Comes after an
-        `append`, before anybody asks for a window.
+        Comes after an `append`, before anybody asks for a window.
         """
-        more = -self.capacity % ALIGNED_TOKENS
-        if more and isinstance(self._caches[0], BatchKVCache):
+        if more := places.missing(self._caches[0]):
             pad = [(0, 0), (0, 0), (0, more), (0, 0)]
             for cache in self._caches:
                 cache.keys, cache.values = mx.pad(cache.keys, pad), mx.pad(cache.values, pad)
@@ -262,14 +267,13 @@ class PackedRows(Rows):
 
     def window(self, scheme: Turbo, *, fused: bool = False) -> PackedWindow:
         """What the rows hold, not decoded; marked for kernels if `fused`."""
-        own, first = self._own, self._caches[0]
+        own = self._own
         if not own.arrays:
             pairs = [tuple(map(copy.copy, (c.keys, c.values))) for c in self._caches]
             keys, values = as_planes(pairs, scheme)
             own.put((*keys, *values), shared=own.is_shared)
-        is_batch = isinstance(first, BatchKVCache)
-        n_tokens = first._idx if is_batch else int(first.keys_and_values()[0].shape[2])
-        return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.arrival)
+        n_tokens = places.held(self._caches[0])
+        return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.arrival, own.turns)
 
     def _let_go(self) -> None:
         """Have the caches alone hold what is stored, all of it there."""

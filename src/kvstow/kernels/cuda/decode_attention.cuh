@@ -82,8 +82,11 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Shar
   if (args.lengths) share.keep(shared, split);
   const u64 plane_row = (u64)split.b * args.n_kv_heads + split.head;
   const int tile0 = begin + warp * S::TILE;
-  if (STORES && end == rows.any_high && (end - 1 - begin) / S::TILE % S::WARPS == warp)
-    store_last<S, T>(args, split.b, split.head, end - 1);
+  if (STORES) {
+    const int token = args.stored < 0 ? rows.any_high - 1 : args.stored;
+    if (most(begin, rows.any_low) <= token && token < end && (token - begin) / S::TILE % S::WARPS == warp)
+      store_token<S, T>(args, split.b, split.head, token);
+  }
   const LoadedRows<S, T> loaded(args, rows, split.b, split.head);
   const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
   TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
@@ -133,7 +136,7 @@ KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Shar
 }
 
 // Grid of shares where rows have lengths, else of splits; blocks of WARPS * 32 threads with SHARED_BYTES.
-// With STORES there is one query token, and each row's last token is stored before it is read.
+// With STORES there is one query token, and a token of each row is stored before it is read.
 template <class S, Dtype T, bool STORES>
 KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
   Split split;

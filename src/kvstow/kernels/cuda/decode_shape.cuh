@@ -93,13 +93,14 @@ struct DecodeArgs {
   float* sums;               // [b * hq * l, n_splits, d] not normalised, in the rotated domain
   float* weights;            // [b * hq * l, n_splits, 2] greatest score in powers of 2, sum of weights
   int* arrivals;             // [b * h * row_blocks] zeros, left at zero; unused with one split
-  const void *new_keys, *new_values;  // [b, h, 1, d] each row's last token, where the kernel is to store it
+  const void *new_keys, *new_values;  // [b, h, 1, d] each row's new token, where the kernel is to store it
   const float* boundaries;   // [2^value_bits - 1], for that
   int batch, n_kv_heads, group, n_queries, capacity;
   int length;                // of every row, or of the longest
   int row_blocks;            // blocks of ROWS that the group * l rows of a KV head take
   int n_splits, chunk;       // most splits of a row; tokens of one, a multiple of TILE (in shares: the least)
   int window;                // a query token sees so many tokens, itself included; 0: all
+  int stored;                // where the new token of each row comes to be; below 0: it is the last one
   float scale_log2;          // factor of the scores, times log2(e)
 };
 

@@ -1,4 +1,4 @@
-// The last token of a row, encoded into the planes by the warp of a block that reads it there.
+// The new token of a row, encoded into the planes by the warp of a block that reads it there.
 //
 // Its block would wait for a launch of `encode` otherwise. Where several blocks read a token, because a KV head has
 // more query rows than one of them takes, each writes it for itself: the same bytes.
@@ -10,7 +10,7 @@ namespace kvstow {
 
 // All lanes of a warp call it, and see what was written. Those of the lower half encode groups of the key.
 template <class S, Dtype T>
-KVSTOW_INLINE void store_last(const DecodeArgs& args, int b, int head, int token) {
+KVSTOW_INLINE void store_token(const DecodeArgs& args, int b, int head, int token) {
   EncodeArgs to;
   to.keys = args.new_keys, to.values = args.new_values;
   to.key_codes = (u8*)args.key_codes, to.key_scales = (u16*)args.key_scales, to.key_zeros = (u16*)args.key_zeros;
