@@ -15,7 +15,7 @@ KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   const u32 vector = block * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS;
   const int group = threadIdx.x % GROUPS;
   if (blockIdx.x < half) {
-    if (vector < args.n_vectors) encode_key_group<D, KEY_BITS, T, GUARD, SEARCH>(args, vector, group);
+    if (vector < args.n_vectors) encode_key_group<D, KEY_BITS, T, GUARD, SEARCH, true>(args, vector, group);
     return;
   }
   if (VALUE_BITS > 3) {  // looked up by a number that differs from lane to lane

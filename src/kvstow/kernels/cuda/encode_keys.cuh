@@ -37,8 +37,8 @@ struct KeyCodes {
   }
 
   // At 8 bits: the best of four zeros a quarter of a step apart, of a scale that leaves room for them.
-  KVSTOW_INLINE static void search(Affine& a, const float (&x)[32], float low, float high,
-                                   const u64* errors) {
+  template <class Elements>
+  KVSTOW_INLINE static void search(Affine& a, const Elements& x, float low, float high, const u64* errors) {
     constexpr float STEPS = 253.f, RESOLUTION = 16.f, SHIFT = (2 - LEAST) * RESOLUTION;  // places
     constexpr u32 N_PLACES = (MOST - LEAST + 4) * 16;
     const bool safe = a.divisor >= 0x1p-15f && a.divisor < 0x1p15f && fabsf(a.offset) < 256.f;
@@ -71,26 +71,73 @@ struct KeyCodes {
     a.zero = to_float16(fminf(fmaxf(zero, -FLOAT16_MAX), FLOAT16_MAX));
     a.offset = from_float16(a.zero);
   }
+
+  // The codes of a group, as they are defined.
+  template <class Elements>
+  KVSTOW_INLINE static void put(BitStream<BITS>& stream, const Elements& x, const Affine& a, float low, float high) {
+    stream = BitStream<BITS>();
+    const Divider divider(a.divisor, fmaxf(fabsf(low), fabsf(high)));
+    divider.each(x, [&](int i, float steps) {
+      const float code = __fsub_rn(steps, a.offset);
+      stream.put(i, divider.quick ? whole(code) : whole_or_nan(code));
+    });
+  }
 };
 
-template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
+// The same codes by one rounding of each element, where that leaves no doubt.
+//
+// The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within 2^-23 of
+// 1 / d and c = 384.5 - z + u, exact, where u = 2^-15 is the step of float32 from 256 to 512: bits 15 to 22 of s are a
+// code + 128, and bits 0 to 14 a fraction f in [0, 1). As |x / d| < 256, s is within u of x / d + c by r, and within
+// u / 2 by its own rounding; v is within u / 4 and u / 8 of x / d - z. So v + 384.5 + u is less than 2 u away from s: it
+// is above the whole number below s by at least f - 2 u, and v by f - 3 u: from f = 3 u on there is no tie below it, nor
+// one above it, which is at least u from s and another u from v.
+template <int BITS>
+struct QuickCodes {
+  static constexpr float ORIGIN = 384.5f + 0x1p-15f;
+  static constexpr u32 MOST_DOUBTFUL = 2;
+  float reciprocal, shift;
+  bool possible;
+
+  KVSTOW_INLINE QuickCodes(const Affine& a, float low, float high) {
+    reciprocal = reciprocal_approx(a.divisor);
+    shift = __fsub_rn(ORIGIN, a.offset);
+    const bool exact = fabsf(a.offset) <= 127.f && __fsub_rn(ORIGIN, shift) == a.offset;
+    const bool inside = sum(low) >= 384.f + KeyCodes<BITS>::LEAST && sum(high) < 385.f + KeyCodes<BITS>::MOST;
+    possible = exact && inside && a.divisor < 1e18f;
+  }
+  KVSTOW_INLINE float sum(float x) const { return __fmaf_rn(x, reciprocal, shift); }
+
+  // Whether the codes are certain: otherwise some of those in the stream are not right.
+  template <class Elements>
+  KVSTOW_INLINE bool put(BitStream<BITS>& stream, const Elements& x) const {
+    u32 least[2] = {0x7FFFu, 0x7FFFu};
+    KVSTOW_UNROLL
+    for (int i = 0; i < 32; i += 4) {
+      u32 four[4];
+      KVSTOW_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        four[k] = __float_as_uint(sum(x[i + k]));
+        least[k % 2] = least_fields(least[k % 2], four[k]);
+      }
+      stream.put_four(i, four);
+    }
+    return possible && (least_fields(least[0], least[1]) & 0x7FFFu) > MOST_DOUBTFUL;
+  }
+};
+
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH, bool QUICK>
 KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int group) {
   using Codes = KeyCodes<BITS>;
   const Place place(args, vector, group);
-  float x[32];
-  load_group<T>(args.keys, place.from, x);
-  float low = x[0], high = x[0];
-  KVSTOW_UNROLL
-  for (int i = 1; i < 32; ++i) low = least_or_nan(low, x[i]), high = most_or_nan(high, x[i]);
+  const Group<T> x(args.keys, place.from);
+  float low, high;
+  x.extremes(low, high);
   Affine affine = Codes::affine_of(low, high);
   if (SEARCH && BITS == 8) Codes::search(affine, x, low, high, args.key_errors);
   if (GUARD) Codes::guard(affine, low, high);
   BitStream<BITS> stream;
-  const Divider divider(affine.divisor, fmaxf(fabsf(low), fabsf(high)));
-  divider.each(x, [&](int i, float steps) {
-    const float code = __fsub_rn(steps, affine.offset);
-    stream.put(i, divider.quick ? Codes::whole(code) : Codes::whole_or_nan(code));
-  });
+  if (!QUICK || !QuickCodes<BITS>(affine, low, high).put(stream, x)) Codes::put(stream, x, affine, low, high);
   stream.store(args.key_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
   args.key_scales[place.row * (D / 32) + group] = affine.scale;
   args.key_zeros[place.row * (D / 32) + group] = affine.zero;

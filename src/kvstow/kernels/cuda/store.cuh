@@ -21,7 +21,7 @@ KVSTOW_INLINE void store_last(const DecodeArgs& args, int b, int head, int token
   const u32 vector = b * args.n_kv_heads + head;
   const int lane = threadIdx.x & 31, group = lane & 15;
   if (group < S::GROUPS) {
-    if (lane < 16) encode_key_group<S::D, S::KEY_BITS, T, true, false>(to, vector, group);
+    if (lane < 16) encode_key_group<S::D, S::KEY_BITS, T, true, false, false>(to, vector, group);
     else encode_value_group<S::D, S::VALUE_BITS, T, true, false>(to, to.boundaries, vector, group);
   }
   __syncwarp();
