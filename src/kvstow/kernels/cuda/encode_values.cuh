@@ -6,7 +6,8 @@
 #include "search.cuh"
 namespace kvstow {
 
-template <int D>
+// EXCHANGE: the lanes that take part, whole vectors.
+template <int D, u32 EXCHANGE>
 struct Rotation {
   static constexpr int LANES = D / 32;
   static constexpr float NORM = D == 64    ? 0.125f
@@ -14,10 +15,6 @@ struct Rotation {
                                 : D == 256 ? 0.0625f
                                            : 0x1.6a09e6p-5f;
 
-  KVSTOW_INLINE static u32 lanes_of_vector() {
-    const u32 lane = threadIdx.x & 31;
-    return (u32)((1ull << LANES) - 1) << (lane & ~(LANES - 1));
-  }
   KVSTOW_INLINE static void rotate(float (&x)[32]) {  // once signs are applied
     KVSTOW_UNROLL
     for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
@@ -30,7 +27,7 @@ struct Rotation {
     for (int h = 1; h < LANES; h *= 2) {
       const float sign = threadIdx.x & h ? -1.f : 1.f;  // own + other, or other - own: one rounding
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(lanes_of_vector(), x[i], h));
+      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(EXCHANGE, x[i], h));
     }
     KVSTOW_UNROLL
     for (int i = 0; i < 32; ++i) x[i] = __fmul_rn(x[i], NORM);
@@ -95,15 +92,14 @@ struct Boundaries {
 };
 
 // Whether a vector is finite and small enough for its rotation to be; all its lanes ask together.
-template <int D, Dtype T>
+template <int D, Dtype T, u32 EXCHANGE>
 KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
   float largest = 0.f;
   const Group<T> x(args.values, place.from);
   KVSTOW_UNROLL
   for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
   KVSTOW_UNROLL
-  for (int h = 1; h < Rotation<D>::LANES; h *= 2)
-    largest = most_or_nan(largest, __shfl_xor_sync(Rotation<D>::lanes_of_vector(), largest, h));
+  for (int h = 1; h < D / 32; h *= 2) largest = most_or_nan(largest, __shfl_xor_sync(EXCHANGE, largest, h));
   return largest <= 0x1p100f;
 }
 
@@ -130,23 +126,23 @@ KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& 
   return to_float16(__fmul_rn(__fmul_rn(divisor, multiple), ratio));
 }
 
-template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH, u32 EXCHANGE>
 KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
   const Place place(args, vector, group);
   Group<T> values(args.values, place.from);
   values.negate(args.signs + group * 32);
   float x[32];
   values.expand(x);
-  Rotation<D>::rotate(x);
+  Rotation<D, EXCHANGE>::rotate(x);
   float sum = __fmul_rn(x[0], x[0]);
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) sum = __fadd_rn(sum, __fmul_rn(x[i], x[i]));
-  const float rms = __fsqrt_rn(__fdiv_rn(sum, 32.f));
+  const float rms = __fsqrt_rn(__fmul_rn(sum, 0x1p-5f));
   u16 scale = to_float16(rms);
   float divisor = __fadd_rn(rms, EPS);
   if (GUARD) {
     const bool saturated = (scale & 0x7FFFu) == 0x7C00u;
-    if (__any_sync(Rotation<D>::lanes_of_vector(), saturated) && is_codable<D, T>(args, place) && saturated) {
+    if (__any_sync(EXCHANGE, saturated) && is_codable<D, T, EXCHANGE>(args, place) && saturated) {
       scale = 0x7BFF;  // 65504
       divisor = FLOAT16_MAX;
     }

@@ -30,7 +30,8 @@ struct Place {
   u64 from, row;
   KVSTOW_INLINE Place(const EncodeArgs& args, u32 vector, int group) {
     const u32 plane = vector / args.n_tokens, token = vector - plane * args.n_tokens;
-    const u32 b = plane / args.n_kv_heads, head = plane - b * args.n_kv_heads;
+    // Without a branch, a batch of one would take as long a division.
+    const u32 b = plane < args.n_kv_heads ? 0 : plane / args.n_kv_heads, head = plane - b * args.n_kv_heads;
     from = b * args.batch_step + head * args.head_step + token * args.token_step + (u64)(group * 32);
     row = (u64)plane * args.capacity + args.position + token;
   }
