@@ -93,6 +93,38 @@ extern "C" void codes(const float* edges, const float* x, int n, float divisor, 
     return found.T
 
 
+def key_codes_of(groups, dtype, bits, folder, reciprocal_is_off=0):
+    """Words of codes of ``(n, 32)`` elements, quick and as defined, and which groups can be quick."""
+    program = f"""{emulated("encode.cuh")}
+using namespace kvstow;
+typedef u32 Words[{bits}];
+extern "C" void codes(const void* p, int n, int off, Words* quick, Words* defined, u8* possible) {{
+  reciprocal_is_off = off;
+  for (int i = 0; i < n; ++i) {{
+    const Group<{dtype.upper()}> x(p, 32 * (u64)i);
+    float low, high;
+    x.extremes(low, high);
+    Affine affine = KeyCodes<{bits}>::affine_of(low, high);
+    KeyCodes<{bits}>::guard(affine, low, high);
+    const QuickCodes<{bits}> codes(affine, low, high);
+    BitStream<{bits}> one, other;
+    codes.put(one, x, affine);
+    KeyCodes<{bits}>::put(other, x, affine, low, high);
+    possible[i] = codes.possible;
+    std::memcpy(quick[i], one.words, sizeof(Words));
+    std::memcpy(defined[i], other.words, sizeof(Words));
+  }}
+}}
+"""
+    library = compile_program(program, folder, f"keys_of_{dtype}_{bits}")
+    n = len(groups)
+    quick, defined = np.empty((2, n, bits), np.uint32)
+    possible = np.empty(n, np.uint8)
+    found = [ctypes.c_void_p(_address(array)) for array in (quick, defined, possible)]
+    library.codes(ctypes.c_void_p(_address(groups)), n, reciprocal_is_off, *found)
+    return quick, defined, possible.astype(bool)
+
+
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 

@@ -226,7 +226,11 @@ inline u32 least_fields(u32 a, u32 b) {  // float16 without signs, the other one
     return (u16)(least > 0x7C00 ? 0x7FFF : least);
   });
 }
-inline float reciprocal_approx(float x) { return 1.f / x; }
+inline u32 least_of_fields(u32 a, u32 b) { return least_fields(a, b); }
+inline int reciprocal_is_off = 0;  // in units in the last place: the instruction may err by one
+inline float reciprocal_approx(float x) {
+  return __uint_as_float(__float_as_uint(1.f / x) + reciprocal_is_off);
+}
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline u32 pick_bytes(u32 a, u32 b, u32 s) {
   const u64 bytes = a | (u64)b << 32;

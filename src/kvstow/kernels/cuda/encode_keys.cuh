@@ -75,7 +75,6 @@ struct KeyCodes {
   // The codes of a group, as they are defined.
   template <class Elements>
   KVSTOW_INLINE static void put(BitStream<BITS>& stream, const Elements& x, const Affine& a, float low, float high) {
-    stream = BitStream<BITS>();
     const Divider divider(a.divisor, fmaxf(fabsf(low), fabsf(high)));
     divider.each(x, [&](int i, float steps) {
       const float code = __fsub_rn(steps, a.offset);
@@ -87,11 +86,10 @@ struct KeyCodes {
 // The same codes by one rounding of each element, where that leaves no doubt.
 //
 // The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within 2^-23 of
-// 1 / d and c = 384.5 - z + u, exact, where u = 2^-15 is the step of float32 from 256 to 512: bits 15 to 22 of s are a
-// code + 128, and bits 0 to 14 a fraction f in [0, 1). As |x / d| < 256, s is within u of x / d + c by r, and within
-// u / 2 by its own rounding; v is within u / 4 and u / 8 of x / d - z. So v + 384.5 + u is less than 2 u away from s: it
-// is above the whole number below s by at least f - 2 u, and v by f - 3 u: from f = 3 u on there is no tie below it, nor
-// one above it, which is at least u from s and another u from v.
+// 1 / d, and c = 384.5 - z + u exactly, where u = 2^-15 is the step of float32 from 256 to 512: bits 15 to 22 of s are a
+// code + 128, bits 0 to 14 a fraction f. As |x / d| < 256, s is within u of x / d + c by r and within u / 2 by its own
+// rounding, and v within u / 4 and u / 8 of x / d - z: so s is less than 2 u from v + 384.5 + u. Of the ties, which are
+// whole numbers of v + 384.5, the one below is less than v if f >= 3 u, and the one above, at least u from s, is greater.
 template <int BITS>
 struct QuickCodes {
   static constexpr float ORIGIN = 384.5f + 0x1p-15f;
@@ -104,25 +102,37 @@ struct QuickCodes {
     shift = __fsub_rn(ORIGIN, a.offset);
     const bool exact = fabsf(a.offset) <= 127.f && __fsub_rn(ORIGIN, shift) == a.offset;
     const bool inside = sum(low) >= 384.f + KeyCodes<BITS>::LEAST && sum(high) < 385.f + KeyCodes<BITS>::MOST;
-    possible = exact && inside && a.divisor < 1e18f;
+    possible = exact && inside && a.divisor < 1e15f;
   }
   KVSTOW_INLINE float sum(float x) const { return __fmaf_rn(x, reciprocal, shift); }
+  KVSTOW_INLINE static bool doubtful(u32 least) { return (least & 0x7FFFu) <= MOST_DOUBTFUL; }
 
-  // Whether the codes are certain: otherwise some of those in the stream are not right.
+  // Of a group where that is possible. Elements of bfloat16 are on a tie often enough that most warps have some, so only
+  // the four are divided of which one is in doubt.
   template <class Elements>
-  KVSTOW_INLINE bool put(BitStream<BITS>& stream, const Elements& x) const {
-    u32 least[2] = {0x7FFFu, 0x7FFFu};
+  KVSTOW_INLINE void put(BitStream<BITS>& stream, const Elements& x, const Affine& a) const {
+    u32 least[8];
     KVSTOW_UNROLL
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < 8; ++i) {
       u32 four[4];
       KVSTOW_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        four[k] = __float_as_uint(sum(x[i + k]));
-        least[k % 2] = least_fields(least[k % 2], four[k]);
-      }
-      stream.put_four(i, four);
+      for (int k = 0; k < 4; ++k) four[k] = __float_as_uint(sum(x[4 * i + k]));
+      least[i] = least_of_fields(least_fields(four[0], four[1]), least_fields(four[2], four[3]));
+      stream.put_four(4 * i, four);
     }
-    return possible && (least_fields(least[0], least[1]) & 0x7FFFu) > MOST_DOUBTFUL;
+    u32 of_all = least[0];
+    KVSTOW_UNROLL
+    for (int i = 1; i < 8; ++i) of_all = least_of_fields(of_all, least[i]);
+    if (!doubtful(of_all)) return;
+    const Divider divider(a.divisor);
+    KVSTOW_UNROLL
+    for (int i = 0; i < 8; ++i)
+      if (doubtful(least[i])) {
+        stream.clear_four(4 * i);
+        KVSTOW_UNROLL
+        for (int k = 4 * i; k < 4 * i + 4; ++k)
+          stream.put(k, KeyCodes<BITS>::whole(__fsub_rn(divider.divided(x[k]), a.offset)));
+      }
   }
 };
 
@@ -137,7 +147,9 @@ KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int grou
   if (SEARCH && BITS == 8) Codes::search(affine, x, low, high, args.key_errors);
   if (GUARD) Codes::guard(affine, low, high);
   BitStream<BITS> stream;
-  if (!QUICK || !QuickCodes<BITS>(affine, low, high).put(stream, x)) Codes::put(stream, x, affine, low, high);
+  const QuickCodes<BITS> quick(affine, low, high);
+  if (QUICK && quick.possible) quick.put(stream, x, affine);
+  else Codes::put(stream, x, affine, low, high);
   stream.store(args.key_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
   args.key_scales[place.row * (D / 32) + group] = affine.scale;
   args.key_zeros[place.row * (D / 32) + group] = affine.zero;

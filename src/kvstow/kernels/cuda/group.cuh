@@ -107,16 +107,19 @@ struct Divider {
     quick = divisor > 1e-18f && divisor < 1e18f && largest < 1e18f;
     reciprocal = quick ? __frcp_rn(divisor) : 0.f;
   }
+  // One of which that is known.
+  KVSTOW_INLINE Divider(float divisor_) : divisor(divisor_), reciprocal(__frcp_rn(divisor_)), quick(true) {}
+  KVSTOW_INLINE float divided(float x) const {
+    float q = __fmul_rn(x, reciprocal);
+    q = __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
+    return __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
+  }
   // use(i, x[i] / divisor) for all elements
   template <class Elements, class Use>
   KVSTOW_INLINE void each(const Elements& x, Use use) const {
     if (quick) {
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) {
-        float q = __fmul_rn(x[i], reciprocal);
-        q = __fmaf_rn(__fmaf_rn(-q, divisor, x[i]), reciprocal, q);
-        use(i, __fmaf_rn(__fmaf_rn(-q, divisor, x[i]), reciprocal, q));
-      }
+      for (int i = 0; i < 32; ++i) use(i, divided(x[i]));
     } else {
       KVSTOW_UNROLL
       for (int i = 0; i < 32; ++i) use(i, __fdiv_rn(x[i], divisor));
@@ -140,6 +143,10 @@ struct BitStream {
     const int from = i * BITS, word = from / 32, shift = from % 32;
     words[word] |= code << shift;
     if (shift + BITS > 32) words[word + 1 < BITS ? word + 1 : word] |= code >> (32 - shift);
+  }
+  KVSTOW_INLINE void clear_four(int i) {  // codes from i on
+    KVSTOW_UNROLL
+    for (int at = i * BITS; at < (i + 4) * BITS; ++at) words[at / 32] &= ~(1u << at % 32);
   }
   // Four codes from i on: bits 15 and up of words that say nothing else in bits 15 to 22 than code + 128.
   KVSTOW_INLINE void put_four(int i, const u32 (&sums)[4]) {

@@ -121,10 +121,15 @@ KVSTOW_INLINE u32 most_pair_or_nan(u32 a, u32 b) {
   else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-// Of the lower 15 bits of both halves, the lesser; those above 0x7C00 count as 0x7FFF.
+// Of both halves, the lesser one of the lower 15 bits; those above 0x7C00 count as 0x7FFF.
 KVSTOW_INLINE u32 least_fields(u32 a, u32 b) {
   u32 d;
   asm("{.reg .b32 x, y; abs.f16x2 x, %1; abs.f16x2 y, %2; min.f16x2 %0, x, y;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+KVSTOW_INLINE u32 least_of_fields(u32 a, u32 b) {  // of what the other one gave
+  u32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 KVSTOW_INLINE float reciprocal_approx(float x) {  // within 2^-23 of it, of a normal number below 2^126
