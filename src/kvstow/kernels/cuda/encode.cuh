@@ -6,18 +6,29 @@ namespace kvstow {
 
 constexpr int ENCODE_THREADS = 128;
 
-// Grid 2 * ceil(n_vectors / (128 / groups)), one lane per group: the first half encodes keys, the other one values.
-// `table` holds 2^VALUE_BITS floats in shared memory.
+// Which half of the work a block does, and which block of it this is. Keys wait for memory, values for instructions: of a
+// pair of blocks one encodes keys and the other one values, in an order that changes, so that a processor has both kinds.
+// A search takes keys first, and then values, which leaves the tables of one of them in the cache.
+template <bool ALTERNATE>
+struct Part {
+  bool is_key;
+  u32 block;
+  KVSTOW_INLINE Part() {
+    const u32 at = blockIdx.x, half = gridDim.x / 2;
+    is_key = ALTERNATE ? ((at ^ at >> 7) & 1) == 0 : at < half;
+    block = ALTERNATE ? at / 2 : at < half ? at : at - half;
+  }
+};
+
+// Grid 2 * ceil(n_vectors / (128 / groups)), one lane per group. `table` holds 2^VALUE_BITS floats in shared memory.
 template <int D, int KEY_BITS, int VALUE_BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   constexpr int GROUPS = D / 32, N_EDGES = (1 << VALUE_BITS) - 1;
-  const u32 half = gridDim.x / 2;
-  const bool is_key = blockIdx.x < half;
-  const u32 block = is_key ? blockIdx.x : blockIdx.x - half;
+  const Part<!SEARCH> part;
   const u32 last = args.n_vectors - 1;  // lanes beyond it write the same bytes once more, so that whole warps exchange
-  const u32 vector = min(block * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS, last);
+  const u32 vector = min(part.block * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS, last);
   const int group = threadIdx.x % GROUPS;
-  if (is_key) {
+  if (part.is_key) {
     encode_key_group<D, KEY_BITS, T, GUARD, SEARCH, true>(args, vector, group);
     return;
   }

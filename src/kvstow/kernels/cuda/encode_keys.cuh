@@ -29,11 +29,13 @@ struct KeyCodes {
   KVSTOW_INLINE static u32 whole_or_nan(float steps) {
     return (u32)most(LEAST, least(MOST, __float2int_rn(steps))) & ((1u << BITS) - 1);
   }
-  // The same but for NaN: the sum has no place for a fraction, so it is rounded as it is made.
-  KVSTOW_INLINE static u32 whole(float steps) {
+  // The same of a number that rounds to a code: the sum has no place for a fraction, so it is rounded as it is made.
+  KVSTOW_INLINE static u32 whole_inside(float steps) {
     constexpr float NO_FRACTION = 0x1.8p23f;
-    const float sum = __fadd_rn(fminf(fmaxf(steps, (float)LEAST), (float)MOST), NO_FRACTION);
-    return __float_as_uint(sum) & (BITS == 8 ? 0xFFFFFFFFu : (1u << BITS) - 1);
+    return __float_as_uint(__fadd_rn(steps, NO_FRACTION)) & (BITS == 8 ? 0xFFFFFFFFu : (1u << BITS) - 1);
+  }
+  KVSTOW_INLINE static u32 whole(float steps) {  // of a number
+    return whole_inside(fminf(fmaxf(steps, (float)LEAST), (float)MOST));
   }
 
   // At 8 bits: the best of four zeros a quarter of a step apart, of a scale that leaves room for them.
@@ -92,8 +94,10 @@ struct KeyCodes {
 // whole numbers of v + 384.5, the one below is less than v if f >= 3 u, and the one above, at least u from s, is greater.
 template <int BITS>
 struct QuickCodes {
+  static constexpr u32 MOST_DOUBTFUL = 2;  // steps of f
   static constexpr float ORIGIN = 384.5f + 0x1p-15f;
-  static constexpr u32 MOST_DOUBTFUL = 2;
+  // Above the lower one, and below the upper one, numbers round to codes without being clipped.
+  static constexpr float LOWER = 384.f + KeyCodes<BITS>::LEAST + 0x1p-14f, UPPER = 385.f + KeyCodes<BITS>::MOST;
   float reciprocal, shift;
   bool possible;
 
@@ -101,8 +105,7 @@ struct QuickCodes {
     reciprocal = reciprocal_approx(a.divisor);
     shift = __fsub_rn(ORIGIN, a.offset);
     const bool exact = fabsf(a.offset) <= 127.f && __fsub_rn(ORIGIN, shift) == a.offset;
-    const bool inside = sum(low) >= 384.f + KeyCodes<BITS>::LEAST && sum(high) < 385.f + KeyCodes<BITS>::MOST;
-    possible = exact && inside && a.divisor < 1e15f;
+    possible = exact && sum(low) > LOWER && sum(high) < UPPER && a.divisor < 1e15f;
   }
   KVSTOW_INLINE float sum(float x) const { return __fmaf_rn(x, reciprocal, shift); }
   KVSTOW_INLINE static bool doubtful(u32 least) { return (least & 0x7FFFu) <= MOST_DOUBTFUL; }
@@ -131,7 +134,7 @@ struct QuickCodes {
         stream.clear_four(4 * i);
         KVSTOW_UNROLL
         for (int k = 4 * i; k < 4 * i + 4; ++k)
-          stream.put(k, KeyCodes<BITS>::whole(__fsub_rn(divider.divided(x[k]), a.offset)));
+          stream.put(k, KeyCodes<BITS>::whole_inside(__fsub_rn(divider.divided(x[k]), a.offset)));
       }
   }
 };
