@@ -93,8 +93,20 @@ extern "C" void codes(const float* edges, const float* x, int n, float divisor, 
     return found.T
 
 
-def key_codes_of(groups, dtype, bits, folder, reciprocal_is_off=0):
-    """Words of codes of ``(n, 32)`` elements, quick and as defined, and which groups can be quick."""
+def known_boundaries(bits, folder):
+    """Those of a narrow width as they stand in the device source."""
+    program = f"""{emulated("encode.cuh")}
+extern "C" void edges(float* found) {{
+  for (int i = 0; i < {2**bits - 1}; ++i) found[i] = kvstow::Boundaries<{bits}>::narrow_edge(i);
+}}
+"""
+    found = np.full(2**bits - 1, np.nan, np.float32)
+    compile_program(program, folder, f"known_{bits}").edges(ctypes.c_void_p(_address(found)))
+    return found
+
+
+def key_codes(dtype, bits, folder):
+    """A function that gives words of codes, quick and as defined, and which groups can be quick."""
     program = f"""{emulated("encode.cuh")}
 using namespace kvstow;
 typedef u32 Words[{bits}];
@@ -117,12 +129,16 @@ extern "C" void codes(const void* p, int n, int off, Words* quick, Words* define
 }}
 """
     library = compile_program(program, folder, f"keys_of_{dtype}_{bits}")
-    n = len(groups)
-    quick, defined = np.empty((2, n, bits), np.uint32)
-    possible = np.empty(n, np.uint8)
-    found = [ctypes.c_void_p(_address(array)) for array in (quick, defined, possible)]
-    library.codes(ctypes.c_void_p(_address(groups)), n, reciprocal_is_off, *found)
-    return quick, defined, possible.astype(bool)
+
+    def codes_of(groups, reciprocal_is_off=0):
+        n = len(groups)
+        quick, defined = np.empty((2, n, bits), np.uint32)
+        possible = np.empty(n, np.uint8)
+        found = [ctypes.c_void_p(_address(array)) for array in (quick, defined, possible)]
+        library.codes(ctypes.c_void_p(_address(groups)), n, reciprocal_is_off, *found)
+        return quick, defined, possible.astype(bool)
+
+    return codes_of
 
 
 def attend(queries, planes, widths, folder, **options):
