@@ -227,7 +227,7 @@ inline u32 least_fields(u32 a, u32 b) {  // float16 without signs, the other one
   });
 }
 inline u32 least_of_fields(u32 a, u32 b) { return least_fields(a, b); }
-inline int reciprocal_is_off = 0;  // in units in the last place: the instruction may err by one
+inline int reciprocal_is_off = 0;  // units in the last place: the instruction may err by one
 inline float reciprocal_approx(float x) {
   return __uint_as_float(__float_as_uint(1.f / x) + reciprocal_is_off);
 }

@@ -6,9 +6,9 @@ namespace kvstow {
 
 constexpr int ENCODE_THREADS = 128;
 
-// Which half of the work a block does, and which block of it this is. Keys wait for memory, values for instructions: of a
-// pair of blocks one encodes keys and the other one values, in an order that changes, so that a processor has both kinds.
-// A search takes keys first, and then values, which leaves the tables of one of them in the cache.
+// What a block encodes, and which block of those it is. Keys wait for memory and values for instructions, so of a pair
+// of blocks one takes keys and the other one values; which of them changes, or a processor might get all of one kind. A
+// search takes all keys first, so that the table of one kind stays in the cache.
 template <bool ALTERNATE>
 struct Part {
   bool is_key;
@@ -25,7 +25,8 @@ template <int D, int KEY_BITS, int VALUE_BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   constexpr int GROUPS = D / 32, N_EDGES = (1 << VALUE_BITS) - 1;
   const Part<!SEARCH> part;
-  const u32 last = args.n_vectors - 1;  // lanes beyond it write the same bytes once more, so that whole warps exchange
+  // Lanes beyond the last vector write its bytes once more: so all lanes of a warp exchange.
+  const u32 last = args.n_vectors - 1;
   const u32 vector = min(part.block * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS, last);
   const int group = threadIdx.x % GROUPS;
   if (part.is_key) {

@@ -87,22 +87,24 @@ struct KeyCodes {
 
 // The same codes by one rounding of each element, where that leaves no doubt.
 //
-// The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within 2^-23 of
-// 1 / d, and c = 384.5 - z + u exactly, where u = 2^-15 is the step of float32 from 256 to 512: bits 15 to 22 of s are a
-// code + 128, bits 0 to 14 a fraction f. As |x / d| < 256, s is within u of x / d + c by r and within u / 2 by its own
-// rounding, and v within u / 4 and u / 8 of x / d - z: so s is less than 2 u from v + 384.5 + u. Of the ties, which are
-// whole numbers of v + 384.5, the one below is less than v if f >= 3 u, and the one above, at least u from s, is greater.
+// The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within 2^-23
+// of 1 / d (after a step of Newton's: nearly within 2^-24), and c = 384.5 - z + u exactly, where u = 2^-15 is the step of
+// float32 from 256 to 512: bits 15 to 22 of s are code + 128, and bits 0 to 14 a fraction f. As |x / d| < 256, s is
+// within u of x / d + c by r and within u / 2 by its own rounding, and v within u / 4 and u / 8 of x / d - z: s is less
+// than 2 u from v + 384.5 + u. Ties are whole numbers of v + 384.5. If f >= 3 u, v is above the one below it; and below
+// the next one anyway, which is at least u above s.
 template <int BITS>
 struct QuickCodes {
   static constexpr u32 MOST_DOUBTFUL = 2;  // steps of f
   static constexpr float ORIGIN = 384.5f + 0x1p-15f;
-  // Above the lower one, and below the upper one, numbers round to codes without being clipped.
+  // Between them numbers round to codes without being clipped.
   static constexpr float LOWER = 384.f + KeyCodes<BITS>::LEAST + 0x1p-14f, UPPER = 385.f + KeyCodes<BITS>::MOST;
   float reciprocal, shift;
   bool possible;
 
   KVSTOW_INLINE QuickCodes(const Affine& a, float low, float high) {
-    reciprocal = reciprocal_approx(a.divisor);
+    const float near = reciprocal_approx(a.divisor);
+    reciprocal = __fmaf_rn(__fmaf_rn(-a.divisor, near, 1.f), near, near);
     shift = __fsub_rn(ORIGIN, a.offset);
     const bool exact = fabsf(a.offset) <= 127.f && __fsub_rn(ORIGIN, shift) == a.offset;
     possible = exact && sum(low) > LOWER && sum(high) < UPPER && a.divisor < 1e15f;
@@ -110,8 +112,8 @@ struct QuickCodes {
   KVSTOW_INLINE float sum(float x) const { return __fmaf_rn(x, reciprocal, shift); }
   KVSTOW_INLINE static bool doubtful(u32 least) { return (least & 0x7FFFu) <= MOST_DOUBTFUL; }
 
-  // Of a group where that is possible. Elements of bfloat16 are on a tie often enough that most warps have some, so only
-  // the four are divided of which one is in doubt.
+  // Of a group where that is possible. Elements of bfloat16 lie on ties so often that most warps have some: only those
+  // four are divided of which one is in doubt.
   template <class Elements>
   KVSTOW_INLINE void put(BitStream<BITS>& stream, const Elements& x, const Affine& a) const {
     u32 least[8];

@@ -30,7 +30,7 @@ struct Place {
   u64 from, row;
   KVSTOW_INLINE Place(const EncodeArgs& args, u32 vector, int group) {
     const u32 plane = vector / args.n_tokens, token = vector - plane * args.n_tokens;
-    // Without a branch, a batch of one would take as long a division.
+    // A batch of one takes one division less.
     const u32 b = plane < args.n_kv_heads ? 0 : plane / args.n_kv_heads, head = plane - b * args.n_kv_heads;
     from = b * args.batch_step + head * args.head_step + token * args.token_step + (u64)(group * 32);
     row = (u64)plane * args.capacity + args.position + token;
@@ -63,12 +63,11 @@ struct Group {
   // The least and the greatest; NaN if an element is.
   KVSTOW_INLINE void extremes(float& low, float& high) const {
     u32 least = words[0], most = words[0];
-    low = high = __uint_as_float(words[0]);
+    low = high = (*this)[0];
     KVSTOW_UNROLL
     for (int i = 1; i < WORDS; ++i) {
-      const float x = __uint_as_float(words[i]);
       if (PAIRS) least = least_pair_or_nan<T>(least, words[i]), most = most_pair_or_nan<T>(most, words[i]);
-      else low = least_or_nan(low, x), high = most_or_nan(high, x);
+      else low = least_or_nan(low, (*this)[i]), high = most_or_nan(high, (*this)[i]);
     }
     if (PAIRS) low = least_or_nan(first(least), second(least)), high = most_or_nan(first(most), second(most));
   }
@@ -107,8 +106,8 @@ struct Divider {
     quick = divisor > 1e-18f && divisor < 1e18f && largest < 1e18f;
     reciprocal = quick ? __frcp_rn(divisor) : 0.f;
   }
-  // One of which that is known.
-  KVSTOW_INLINE Divider(float divisor_) : divisor(divisor_), reciprocal(__frcp_rn(divisor_)), quick(true) {}
+  // Where it is known that they do not.
+  KVSTOW_INLINE explicit Divider(float divisor_) : divisor(divisor_), reciprocal(__frcp_rn(divisor_)), quick(true) {}
   KVSTOW_INLINE float divided(float x) const {
     float q = __fmul_rn(x, reciprocal);
     q = __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
@@ -148,10 +147,10 @@ struct BitStream {
     KVSTOW_UNROLL
     for (int at = i * BITS; at < (i + 4) * BITS; ++at) words[at / 32] &= ~(1u << at % 32);
   }
-  // Four codes from i on: bits 15 and up of words that say nothing else in bits 15 to 22 than code + 128.
+  // Four codes from i on, of which bits 15 to 22 are code + 128, and bit 23 is set.
   KVSTOW_INLINE void put_four(int i, const u32 (&sums)[4]) {
     if (BITS == 8) {
-      // Doubled, codes are bytes 1 and 3; the number added takes 128 from both.
+      // Doubled, codes are bytes 1 and 3. The number added takes 128 from both, and a carry ends at what was bit 23.
       const u32 first = pick_bytes(sums[0], sums[1], 0x6521) * 2 + 0x7FFF8000u;
       const u32 second = pick_bytes(sums[2], sums[3], 0x6521) * 2 + 0x7FFF8000u;
       words[i / 4] = pick_bytes(first, second, 0x7531);

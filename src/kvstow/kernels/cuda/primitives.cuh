@@ -132,7 +132,8 @@ KVSTOW_INLINE u32 least_of_fields(u32 a, u32 b) {  // of what the other one gave
   asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-KVSTOW_INLINE float reciprocal_approx(float x) {  // within 2^-23 of it, of a normal number below 2^126
+// Within 2^-23 of it (one unit in the last place), of a number from 2^-126 to 2^126.
+KVSTOW_INLINE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
