@@ -87,12 +87,12 @@ struct KeyCodes {
 
 // The same codes by one rounding of each element, where that leaves no doubt.
 //
-// The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within 2^-23
-// of 1 / d (after a step of Newton's: nearly within 2^-24), and c = 384.5 - z + u exactly, where u = 2^-15 is the step of
-// float32 from 256 to 512: bits 15 to 22 of s are code + 128, and bits 0 to 14 a fraction f. As |x / d| < 256, s is
-// within u of x / d + c by r and within u / 2 by its own rounding, and v within u / 4 and u / 8 of x / d - z: s is less
-// than 2 u from v + 384.5 + u. Ties are whole numbers of v + 384.5. If f >= 3 u, v is above the one below it; and below
-// the next one anyway, which is at least u above s.
+// The definition rounds v = RN(RN(x / d) - z) to a whole number, half to even. Here s = RN(x r + c), with r within
+// 2^-23 of 1 / d (after a step of Newton's: nearly within 2^-24), and c = 384.5 - z + u exactly, where u = 2^-15 is the
+// step of float32 from 256 to 512: bits 15 to 22 of s are code + 128, and bits 0 to 14 a fraction f. As |x / d| < 256,
+// s is within u of x / d + c by r and within u / 2 by its own rounding, and v within u / 4 and u / 8 of x / d - z: s is
+// less than 2 u from v + 384.5 + u. Ties are whole numbers of v + 384.5. If f >= 3 u, v is above the one below it; and
+// below the next one anyway, which is at least u above s.
 template <int BITS>
 struct QuickCodes {
   static constexpr u32 MOST_DOUBTFUL = 2;  // steps of f

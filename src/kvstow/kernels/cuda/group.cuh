@@ -17,7 +17,7 @@ struct EncodeArgs {
   u8* value_codes;
   u16* value_scales;
   const signed char* signs;               // [d] +-1
-  const float* boundaries;                // [2^value_bits - 1]
+  const float* boundaries;                // [2^value_bits - 1]; those of up to 3 bits are known here
   const float* centroids;                 // [2^value_bits], for a search; null without
   const u64 *key_errors, *value_errors;   // tables of codec/candidates.py, for a search; null without
   u32 n_kv_heads, n_tokens, n_vectors;    // n_vectors = b * h * n, below 2^32
