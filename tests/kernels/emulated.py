@@ -141,6 +141,16 @@ extern "C" void codes(const void* p, int n, int off, Words* quick, Words* define
     return codes_of
 
 
+def narrowed(x, dtype):
+    """Float32 numbers as elements of a dtype; bfloat16 as its bits."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
@@ -177,8 +187,11 @@ def attend(queries, planes, widths, folder, **options):
     return output
 
 
-def encode(keys, values, widths, folder, *, search=False, position=0):
-    """Planes of a capacity of 8 more tokens than given, written from `position` on."""
+def encode(keys, values, widths, folder, **options):
+    """Planes of a capacity of 8 more tokens than given.
+
+    Options: position, of the first token, search, and dtype; bfloat16 is given as its bits.
+    """
     b, h, n, d = keys.shape
     kb, vb = widths
     dtypes = np.int8 if kb == 8 else np.uint8, np.float16, np.float16, np.uint8, np.float16
@@ -187,10 +200,13 @@ def encode(keys, values, widths, folder, *, search=False, position=0):
         np.full((b, h, n + 8, width), 77, dtype)
         for width, dtype in zip(row_bytes, dtypes, strict=True)
     ]
-    kernel = EncodeKernel(d, kb, vb, "float32", search=search)
+    kernel = EncodeKernel(
+        d, kb, vb, options.get("dtype", "float32"), search=options.get("search", False)
+    )
     tables = [CENTROIDS[vb], key_candidates().words, value_candidates(vb).words]
     arrays = [keys, values, *planes, SIGNS[d].astype(np.int8), BOUNDARIES[vb], *tables]
-    args = EncodeArgs(*map(_address, arrays), h, n, b * h * n, n + 8, position, h * n * d, n * d, d)
+    counts = h, n, b * h * n, n + 8, options.get("position", 0)
+    args = EncodeArgs(*map(_address, arrays), *counts, h * n * d, n * d, d)
     launch = compile_kernel(kernel, folder)
     assert launch(ctypes.byref(args), kernel.n_blocks(b * h * n), 1, 1)
     return planes

@@ -13,16 +13,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def narrowed(x, dtype):
-    """Float32 numbers as elements of a dtype; bfloat16 as its bits."""
-    x = np.ascontiguousarray(x, np.float32)
-    if dtype != "bfloat16":
-        with np.errstate(over="ignore"):
-            return x.astype(dtype)
-    bits = x.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
 def ordinary(rng, n):
     """Groups as a model's: of many sizes, some off centre."""
     sizes = 10.0 ** rng.uniform(-6, 4, (n, 1))
@@ -78,7 +68,7 @@ def test_quick_codes_are_those_of_the_definition(rng, tmp_path, bits, dtype):
         (degenerate(rng, n), 0),
     ):
         for reciprocal_is_off in (-1, 0, 1):
-            quick, defined, possible = codes_of(narrowed(groups, dtype), reciprocal_is_off)
+            quick, defined, possible = codes_of(emulated.narrowed(groups, dtype), reciprocal_is_off)
             np.testing.assert_array_equal(quick[possible], defined[possible])
             assert possible.mean() >= least_possible
             assert not possible[~np.isfinite(groups).all(axis=1)].any()
