@@ -103,7 +103,7 @@ struct QuickCodes {
   bool possible;
 
   KVSTOW_INLINE QuickCodes(const Affine& a, float low, float high) {
-    const float near = reciprocal_approx(a.divisor);
+    const float near = reciprocal_approx(a.divisor);  // and one step of Newton's, as in __frcp_rn, without its branch
     reciprocal = __fmaf_rn(__fmaf_rn(-a.divisor, near, 1.f), near, near);
     shift = __fsub_rn(ORIGIN, a.offset);
     const bool exact = fabsf(a.offset) <= 127.f && __fsub_rn(ORIGIN, shift) == a.offset;
@@ -129,14 +129,15 @@ struct QuickCodes {
     KVSTOW_UNROLL
     for (int i = 1; i < 8; ++i) of_all = least_of_fields(of_all, least[i]);
     if (!doubtful(of_all)) return;
-    const Divider divider(a.divisor);
     KVSTOW_UNROLL
     for (int i = 0; i < 8; ++i)
       if (doubtful(least[i])) {
         stream.clear_four(4 * i);
         KVSTOW_UNROLL
-        for (int k = 4 * i; k < 4 * i + 4; ++k)
-          stream.put(k, KeyCodes<BITS>::whole_inside(__fsub_rn(divider.divided(x[k]), a.offset)));
+        for (int k = 4 * i; k < 4 * i + 4; ++k) {
+          const float steps = Divider::divided(x[k], a.divisor, reciprocal);
+          stream.put(k, KeyCodes<BITS>::whole_inside(__fsub_rn(steps, a.offset)));
+        }
       }
   }
 };

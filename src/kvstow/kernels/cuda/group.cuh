@@ -106,9 +106,8 @@ struct Divider {
     quick = divisor > 1e-18f && divisor < 1e18f && largest < 1e18f;
     reciprocal = quick ? __frcp_rn(divisor) : 0.f;
   }
-  // Where it is known that they do not.
-  KVSTOW_INLINE explicit Divider(float divisor_) : divisor(divisor_), reciprocal(__frcp_rn(divisor_)), quick(true) {}
-  KVSTOW_INLINE float divided(float x) const {
+  // One element, where it is known that neither leaves that range.
+  KVSTOW_INLINE static float divided(float x, float divisor, float reciprocal) {
     float q = __fmul_rn(x, reciprocal);
     q = __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
     return __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
@@ -118,7 +117,7 @@ struct Divider {
   KVSTOW_INLINE void each(const Elements& x, Use use) const {
     if (quick) {
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) use(i, divided(x[i]));
+      for (int i = 0; i < 32; ++i) use(i, divided(x[i], divisor, reciprocal));
     } else {
       KVSTOW_UNROLL
       for (int i = 0; i < 32; ++i) use(i, __fdiv_rn(x[i], divisor));
