@@ -93,6 +93,64 @@ extern "C" void codes(const float* edges, const float* x, int n, float divisor, 
     return found.T
 
 
+def known_boundaries(bits, folder):
+    """Those of a narrow width as they stand in the device source."""
+    program = f"""{emulated("encode.cuh")}
+extern "C" void edges(float* found) {{
+  for (int i = 0; i < {2**bits - 1}; ++i) found[i] = kvstow::Boundaries<{bits}>::narrow_edge(i);
+}}
+"""
+    found = np.full(2**bits - 1, np.nan, np.float32)
+    compile_program(program, folder, f"known_{bits}").edges(ctypes.c_void_p(_address(found)))
+    return found
+
+
+def key_codes(dtype, bits, folder):
+    """A function that gives words of codes, quick and as defined, and which groups can be quick."""
+    program = f"""{emulated("encode.cuh")}
+using namespace kvstow;
+typedef u32 Words[{bits}];
+extern "C" void codes(const void* p, int n, int off, Words* quick, Words* defined, u8* possible) {{
+  reciprocal_is_off = off;
+  for (int i = 0; i < n; ++i) {{
+    const Group<{dtype.upper()}> x(p, 32 * (u64)i);
+    float low, high;
+    x.extremes(low, high);
+    Affine affine = KeyCodes<{bits}>::affine_of(low, high);
+    KeyCodes<{bits}>::guard(affine, low, high);
+    const QuickCodes<{bits}> codes(affine, low, high);
+    BitStream<{bits}> one, other;
+    codes.put(one, x, affine);
+    KeyCodes<{bits}>::put(other, x, affine, low, high);
+    possible[i] = codes.possible;
+    std::memcpy(quick[i], one.words, sizeof(Words));
+    std::memcpy(defined[i], other.words, sizeof(Words));
+  }}
+}}
+"""
+    library = compile_program(program, folder, f"keys_of_{dtype}_{bits}")
+
+    def codes_of(groups, reciprocal_is_off=0):
+        n = len(groups)
+        quick, defined = np.empty((2, n, bits), np.uint32)
+        possible = np.empty(n, np.uint8)
+        found = [ctypes.c_void_p(_address(array)) for array in (quick, defined, possible)]
+        library.codes(ctypes.c_void_p(_address(groups)), n, reciprocal_is_off, *found)
+        return quick, defined, possible.astype(bool)
+
+    return codes_of
+
+
+def narrowed(x, dtype):
+    """Float32 numbers as elements of a dtype; bfloat16 as its bits."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
@@ -129,8 +187,11 @@ def attend(queries, planes, widths, folder, **options):
     return output
 
 
-def encode(keys, values, widths, folder, *, search=False, position=0):
-    """Planes of a capacity of 8 more tokens than given, written from `position` on."""
+def encode(keys, values, widths, folder, **options):
+    """Planes of a capacity of 8 more tokens than given.
+
+    Options: position, of the first token, search, and dtype; bfloat16 is given as its bits.
+    """
     b, h, n, d = keys.shape
     kb, vb = widths
     dtypes = np.int8 if kb == 8 else np.uint8, np.float16, np.float16, np.uint8, np.float16
@@ -139,10 +200,13 @@ def encode(keys, values, widths, folder, *, search=False, position=0):
         np.full((b, h, n + 8, width), 77, dtype)
         for width, dtype in zip(row_bytes, dtypes, strict=True)
     ]
-    kernel = EncodeKernel(d, kb, vb, "float32", search=search)
+    kernel = EncodeKernel(
+        d, kb, vb, options.get("dtype", "float32"), search=options.get("search", False)
+    )
     tables = [CENTROIDS[vb], key_candidates().words, value_candidates(vb).words]
     arrays = [keys, values, *planes, SIGNS[d].astype(np.int8), BOUNDARIES[vb], *tables]
-    args = EncodeArgs(*map(_address, arrays), h, n, b * h * n, n + 8, position, h * n * d, n * d, d)
+    counts = h, n, b * h * n, n + 8, options.get("position", 0)
+    args = EncodeArgs(*map(_address, arrays), *counts, h * n * d, n * d, d)
     launch = compile_kernel(kernel, folder)
     assert launch(ctypes.byref(args), kernel.n_blocks(b * h * n), 1, 1)
     return planes

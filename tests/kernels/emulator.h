@@ -197,6 +197,40 @@ inline u32 finite_halves(u32 pair) {
     if (from_float16(h) > 65504.f || from_float16(h) < -65504.f) h = h & 0x8000 ? 0xFBFF : 0x7BFF;
   return halves[0] | (u32)halves[1] << 16;
 }
+// use(a, b) of the lower halves and of the upper ones
+template <class Use>
+u32 of_halves(u32 a, u32 b, Use use) {
+  return use((u16)a, (u16)b) | (u32)use((u16)(a >> 16), (u16)(b >> 16)) << 16;
+}
+template <Dtype T>
+float narrow(u16 bits) {
+  return T == BFLOAT16 ? __uint_as_float((u32)bits << 16) : from_float16(bits);
+}
+template <Dtype T>
+u32 least_pair_or_nan(u32 a, u32 b) {
+  return of_halves(a, b, [](u16 x, u16 y) {
+    const float least = least_or_nan(narrow<T>(x), narrow<T>(y));
+    return T == BFLOAT16 ? to_bfloat16(least) : to_float16(least);
+  });
+}
+template <Dtype T>
+u32 most_pair_or_nan(u32 a, u32 b) {
+  return of_halves(a, b, [](u16 x, u16 y) {
+    const float most = most_or_nan(narrow<T>(x), narrow<T>(y));
+    return T == BFLOAT16 ? to_bfloat16(most) : to_float16(most);
+  });
+}
+inline u32 least_fields(u32 a, u32 b) {  // float16 without signs, the other one where one is NaN
+  return of_halves(a, b, [](u16 x, u16 y) {
+    const u16 least = (x & 0x7FFF) < (y & 0x7FFF) ? x & 0x7FFF : y & 0x7FFF;
+    return (u16)(least > 0x7C00 ? 0x7FFF : least);
+  });
+}
+inline u32 least_of_fields(u32 a, u32 b) { return least_fields(a, b); }
+inline int reciprocal_is_off = 0;  // units in the last place: the instruction may err by one
+inline float reciprocal_approx(float x) {
+  return __uint_as_float(__float_as_uint(1.f / x) + reciprocal_is_off);
+}
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline u32 pick_bytes(u32 a, u32 b, u32 s) {
   const u64 bytes = a | (u64)b << 32;

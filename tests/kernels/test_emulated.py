@@ -238,6 +238,34 @@ def test_encoded_bytes_are_those_of_the_definition(rng, tmp_path, head_dim, widt
         assert (got[:, :, 25:] == 77).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_elements_of_16_bits_are_encoded_as_their_float32(rng, tmp_path, dtype):
+    x = hard_vectors(rng, 128)
+    narrow = emulated.narrowed(x, dtype)
+    bits = narrow.view(np.uint16).astype(np.uint32)
+    wide = (bits << 16).view(np.float32) if dtype == "bfloat16" else narrow.astype(np.float32)
+    planes = emulated.encode(narrow, narrow[::-1].copy(), (8, 3), tmp_path, dtype=dtype)
+    want = (
+        *reference.encode_keys(wide, bits=8, guard=True),
+        *reference.encode_values(wide[::-1], bits=3, guard=True),
+    )
+    for got, expected in zip(planes, want, strict=True):
+        np.testing.assert_array_equal(got[:, :, :20], expected)
+
+
+def test_of_many_blocks_one_encodes_each_key_and_one_each_value(rng, tmp_path):
+    keys, values = rng.standard_normal((2, 2, 3, 170, 512)).astype(np.float32)
+    planes = emulated.encode(
+        keys, values, (8, 3), tmp_path
+    )  # 128 blocks for either, the last one cut
+    want = (
+        *reference.encode_keys(keys, bits=8, guard=True),
+        *reference.encode_values(values, bits=3, guard=True),
+    )
+    for got, expected in zip(planes, want, strict=True):
+        np.testing.assert_array_equal(got[:, :, :170], expected)
+
+
 @pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("divisor", [1e-8, 0.3, 1.0, 1.5, 777.7, 2.0**60, 1e29])
 def test_no_number_is_on_the_other_side_of_a_boundary_times_the_divisor(

@@ -6,7 +6,8 @@
 #include "search.cuh"
 namespace kvstow {
 
-template <int D>
+// EXCHANGE: the lanes that take part, whole vectors.
+template <int D, u32 EXCHANGE>
 struct Rotation {
   static constexpr int LANES = D / 32;
   static constexpr float NORM = D == 64    ? 0.125f
@@ -14,10 +15,6 @@ struct Rotation {
                                 : D == 256 ? 0.0625f
                                            : 0x1.6a09e6p-5f;
 
-  KVSTOW_INLINE static u32 lanes_of_vector() {
-    const u32 lane = threadIdx.x & 31;
-    return (u32)((1ull << LANES) - 1) << (lane & ~(LANES - 1));
-  }
   KVSTOW_INLINE static void rotate(float (&x)[32]) {  // once signs are applied
     KVSTOW_UNROLL
     for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
@@ -30,7 +27,7 @@ struct Rotation {
     for (int h = 1; h < LANES; h *= 2) {
       const float sign = threadIdx.x & h ? -1.f : 1.f;  // own + other, or other - own: one rounding
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(lanes_of_vector(), x[i], h));
+      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(EXCHANGE, x[i], h));
     }
     KVSTOW_UNROLL
     for (int i = 0; i < 32; ++i) x[i] = __fmul_rn(x[i], NORM);
@@ -45,8 +42,15 @@ struct Boundaries {
   float kept[KEPT ? KEPT : 1];
 
   KVSTOW_INLINE Boundaries(const float* edges_) : edges(edges_) {
-    if (KEPT) KVSTOW_UNROLL
-      for (int i = 0; i < KEPT; ++i) kept[i] = edges[i];
+    KVSTOW_UNROLL
+    for (int i = 0; i < KEPT; ++i) kept[i] = narrow_edge(i);
+  }
+  // The boundaries of widths that are kept, lloyd-max-v1: known here, they take no loads.
+  KVSTOW_INLINE static float narrow_edge(int i) {
+    constexpr float TWO_BITS[3] = {-0x1.f902b0p-1f, -0x1.3a5c40p-8f, 0x1.f5f5dcp-1f};
+    constexpr float THREE_BITS[7] = {-0x1.bf7858p0f, -0x1.0cca2ep0f, -0x1.004816p-1f, 0.f,
+                                     0x1.004816p-1f, 0x1.0cca2ep0f,  0x1.bf7858p0f};
+    return BITS == 3 ? THREE_BITS[i] : TWO_BITS[i % 3];
   }
   // Boundaries for numbers that are not divided yet: x / divisor, rounded, is above an edge just if it lies above
   // the middle between the edge and the next number of float32. That is one bit longer than a float32, so that
@@ -54,7 +58,7 @@ struct Boundaries {
   KVSTOW_INLINE void multiply(float divisor) {
     KVSTOW_UNROLL
     for (int i = 0; i < KEPT; ++i) {
-      const float edge = kept[i];
+      const float edge = narrow_edge(i);
       const u32 bits = __float_as_uint(edge);
       const float half_step = 0.5f * (__uint_as_float(edge < 0.f ? bits - 1 : bits + 1) - edge);
       kept[i] = edge == 0.f ? __fmul_rd(divisor * 0x1p-75f, 0x1p-75f) : __fmaf_rd(divisor, edge, divisor * half_step);
@@ -64,29 +68,38 @@ struct Boundaries {
   KVSTOW_INLINE static bool can_multiply(float divisor) { return KEPT && divisor >= 1e-9f && divisor < 1e30f; }
 
   KVSTOW_INLINE u32 code(float x) const {
-    if (BITS == 3) {
-      const bool p = kept[3] < x, q = (p ? kept[5] : kept[1]) < x;
-      const bool r = (p ? (q ? kept[6] : kept[4]) : (q ? kept[2] : kept[0])) < x;
-      return (p ? 4 : 0) + (q ? 2 : 0) + (r ? 1 : 0);
-    }
-    if (BITS == 2) return (kept[1] < x ? 2 : 0) + ((kept[1] < x ? kept[2] : kept[0]) < x ? 1 : 0);
+    if (KEPT) return (u32)added(0.f, x, 1.f);
     u32 below = 0;
     KVSTOW_UNROLL
     for (int step = 1 << (BITS - 1); step; step >>= 1) below += edges[below + step - 1] < x ? step : 0;
     return below;
   }
+  // A sum of whole numbers, and the code of x times a weight.
+  KVSTOW_INLINE float added(float sum, float x, float weight) const {
+    if (BITS == 3) {
+      const bool p = kept[3] < x, q = (p ? kept[5] : kept[1]) < x;
+      const bool r = (p ? (q ? kept[6] : kept[4]) : (q ? kept[2] : kept[0])) < x;
+      if (p) sum += 4.f * weight;
+      if (q) sum += 2.f * weight;
+      if (r) sum += weight;
+      return sum;
+    }
+    const bool p = kept[1] < x, q = (p ? kept[2] : kept[0]) < x;
+    if (p) sum += 2.f * weight;
+    if (q) sum += weight;
+    return sum;
+  }
 };
 
 // Whether a vector is finite and small enough for its rotation to be; all its lanes ask together.
-template <int D, Dtype T>
+template <int D, Dtype T, u32 EXCHANGE>
 KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
-  float x[32], largest = 0.f;
-  load_group<T>(args.values, place.from, x);
+  float largest = 0.f;
+  const Group<T> x(args.values, place.from);
   KVSTOW_UNROLL
   for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
   KVSTOW_UNROLL
-  for (int h = 1; h < Rotation<D>::LANES; h *= 2)
-    largest = most_or_nan(largest, __shfl_xor_sync(Rotation<D>::lanes_of_vector(), largest, h));
+  for (int h = 1; h < D / 32; h *= 2) largest = most_or_nan(largest, __shfl_xor_sync(EXCHANGE, largest, h));
   return largest <= 0x1p100f;
 }
 
@@ -113,21 +126,23 @@ KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& 
   return to_float16(__fmul_rn(__fmul_rn(divisor, multiple), ratio));
 }
 
-template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH, u32 EXCHANGE>
 KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
   const Place place(args, vector, group);
+  Group<T> values(args.values, place.from);
+  values.negate(args.signs + group * 32);
   float x[32];
-  load_group<T>(args.values, place.from, x, args.signs + group * 32);
-  Rotation<D>::rotate(x);
+  values.expand(x);
+  Rotation<D, EXCHANGE>::rotate(x);
   float sum = __fmul_rn(x[0], x[0]);
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) sum = __fadd_rn(sum, __fmul_rn(x[i], x[i]));
-  const float rms = __fsqrt_rn(__fdiv_rn(sum, 32.f));
+  const float rms = __fsqrt_rn(__fmul_rn(sum, 0x1p-5f));
   u16 scale = to_float16(rms);
   float divisor = __fadd_rn(rms, EPS);
   if (GUARD) {
     const bool saturated = (scale & 0x7FFFu) == 0x7C00u;
-    if (__any_sync(Rotation<D>::lanes_of_vector(), saturated) && is_codable<D, T>(args, place) && saturated) {
+    if (__any_sync(EXCHANGE, saturated) && is_codable<D, T, EXCHANGE>(args, place) && saturated) {
       scale = 0x7BFF;  // 65504
       divisor = FLOAT16_MAX;
     }
@@ -144,7 +159,12 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
   } else if (boundaries.can_multiply(divisor)) {
     boundaries.multiply(divisor);
     KVSTOW_UNROLL
-    for (int i = 0; i < 32; ++i) stream.put(i, boundaries.code(x[i]));
+    for (int i = 0; i < 32; i += 8) {  // eight codes fit into the 24 bits of a float32
+      float sum = 0.f;
+      KVSTOW_UNROLL
+      for (int k = 0; k < 8; ++k) sum = boundaries.added(sum, x[i + k], (float)(1u << k * BITS % 24));
+      stream.put_eight(i, (u32)sum);
+    }
   } else {
     Divider(divisor, rms).each(x, [&](int i, float units) { stream.put(i, boundaries.code(units)); });
   }

@@ -106,6 +106,38 @@ KVSTOW_INLINE float most_or_nan(float a, float b) {
   return d;
 }
 KVSTOW_INLINE float from_float16(u16 h) { return low_half(h); }
+// The same of pairs of 16-bit elements.
+template <Dtype T>
+KVSTOW_INLINE u32 least_pair_or_nan(u32 a, u32 b) {
+  u32 d;
+  if (T == BFLOAT16) asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+template <Dtype T>
+KVSTOW_INLINE u32 most_pair_or_nan(u32 a, u32 b) {
+  u32 d;
+  if (T == BFLOAT16) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// Of both halves, the lesser one of the lower 15 bits; those above 0x7C00 count as 0x7FFF.
+KVSTOW_INLINE u32 least_fields(u32 a, u32 b) {
+  u32 d;
+  asm("{.reg .b32 x, y; abs.f16x2 x, %1; abs.f16x2 y, %2; min.f16x2 %0, x, y;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+KVSTOW_INLINE u32 least_of_fields(u32 a, u32 b) {  // of what the other one gave
+  u32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// Within 2^-23 of it (one unit in the last place), of a number from 2^-126 to 2^126.
+KVSTOW_INLINE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <Dtype T>
 KVSTOW_INLINE float element(const void* p, u64 at) {

@@ -20,9 +20,10 @@ KVSTOW_INLINE void store_token(const DecodeArgs& args, int b, int head, int toke
   to.token_step = to.head_step = S::D, to.batch_step = (u64)args.n_kv_heads * S::D;
   const u32 vector = b * args.n_kv_heads + head;
   const int lane = threadIdx.x & 31, group = lane & 15;
+  constexpr u32 UPPER = ((1u << S::GROUPS) - 1) << 16;
   if (group < S::GROUPS) {
-    if (lane < 16) encode_key_group<S::D, S::KEY_BITS, T, true, false>(to, vector, group);
-    else encode_value_group<S::D, S::VALUE_BITS, T, true, false>(to, to.boundaries, vector, group);
+    if (lane < 16) encode_key_group<S::D, S::KEY_BITS, T, true, false, false>(to, vector, group);
+    else encode_value_group<S::D, S::VALUE_BITS, T, true, false, UPPER>(to, to.boundaries, vector, group);
   }
   __syncwarp();
 }
