@@ -17,6 +17,7 @@ mx = pytest.importorskip("mlx.core")
 host = pytest.importorskip("mlx_lm.models.cache")
 deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
 cache = pytest.importorskip("kvstow.integrations.mlx_lm.cache")
+rotating = pytest.importorskip("kvstow.integrations.mlx_lm.rotating")
 fused = pytest.importorskip("kvstow.attention.fused")
 stand_in = pytest.importorskip("tests.kernels.stand_in")
 
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.mlx
 kernels = stand_in.kernels
 H, D = 2, 64
 SCHEMES = [Turbo(8, 3), Turbo(4, 2)]
+GROWING = cache.FusedKVCache, cache.DeferredKVCache
+SLIDING = rotating.FusedRotatingKVCache, rotating.DeferredRotatingKVCache
 
 
 class Both:
@@ -33,11 +36,12 @@ class Both:
         self.batches = batches
 
     @classmethod
-    def of(cls, rng, scheme, lengths):
+    def of(cls, rng, scheme, lengths, size=0):
+        """Sliding windows of a size, or caches that grow."""
         drawn = [Both.drawn(rng, 1, n) for n in lengths]
-        made = []
-        for one in (cache.FusedKVCache, cache.DeferredKVCache):
-            rows = [one(scheme) for _ in lengths]
+        kinds, made = SLIDING if size else GROWING, []
+        for one in kinds:
+            rows = [one(scheme, size) if size else one(scheme) for _ in lengths]
             for row, exact in zip(rows, drawn, strict=True):
                 row.update_and_fetch(*exact)
             made.append(one.merge(rows))
@@ -335,14 +339,66 @@ def test_rows_at_two_stages_are_not_written_in_place(stepped, kernels):
     assert kernels.appended == []
 
 
-def test_a_sliding_window_is_not_written_in_place(kernels):
-    rotating = pytest.importorskip("kvstow.integrations.mlx_lm.rotating")
+SIZE = 16
+OF_WINDOWS = st.one_of(
+    st.tuples(st.just("steps"), st.sampled_from([1, 1, 2, 5, 20])),
+    st.tuples(st.sampled_from(["keep", "extend", "extract", "deepcopy", "look"]), st.just(0)),
+)
+
+
+def steps_of(both, rng, n):
+    """What each step attends to, not computed yet; with the mask of that step."""
+    for _ in range(n):
+        masks = both.each(lambda batch: batch.make_mask(1))
+        queries = both.drawn(rng, both.n_rows, 1)[0]
+        yield [
+            fused.attend(queries, window, scale=0.1, mask=mask)
+            for window, mask in zip(both.append(rng, 1), masks, strict=True)
+        ]
+
+
+def look(both, *_):
+    both.each(lambda batch: batch.keys_and_values())
+
+
+CHANGES = {"keep": keep, "extract": extract, "deepcopy": deepcopy, "look": look}
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([3, 9, 16, 30]), min_size=1, max_size=3),
+    operations=st.lists(OF_WINDOWS, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_any_sequence_of_sliding_windows_is_that_of_arrays_made_anew(lengths, operations, seed):
+    rng, outputs = np.random.default_rng(seed), []
+    with deferred.installed():
+        both = Both.of(rng, Turbo(8, 3), lengths, SIZE)
+        for what, n in [("steps", 3), *operations]:
+            if what == "steps":
+                outputs += steps_of(both, rng, n)
+            elif what == "extend":
+                both.extend(Both.of(rng, Turbo(8, 3), rng.integers(1, 30, 2).tolist(), SIZE))
+            else:
+                both = CHANGES[what](both, n, rng) or both
+        for got, want in outputs:
+            np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-5)
+        got, want = both.each(lambda batch: np.array(batch.offset).tolist())
+        assert got == want
+        for i in range(both.n_rows):
+            rows = both.each(lambda batch, i=i: batch.extract(i).keys_and_values())
+            np.testing.assert_array_equal(*map(np.array, (rows[0][0], rows[1][0])))
+
+
+def test_steps_of_full_sliding_windows_take_the_places_of_the_oldest_tokens(kernels):
     rng = np.random.default_rng(0)
     with deferred.installed():
-        rows = [rotating.FusedRotatingKVCache(Turbo(8, 3), 8) for _ in range(2)]
-        for row in rows:
-            row.update_and_fetch(*Both.drawn(rng, 1, 5))
-        batch = type(rows[0]).merge(rows)
-        for _ in range(6):
-            batch.update_and_fetch(*Both.drawn(rng, 2, 1))
-    assert kernels.appended == []
+        both = Both.of(rng, Turbo(8, 3), [SIZE + 1, SIZE + 9], SIZE)
+        list(steps_of(both, rng, 3))
+        kernels.forget()
+        outputs = [got for got, _ in steps_of(both, rng, SIZE)]
+    assert [place for _, place in kernels.stored] == [*range(3, SIZE), 0, 1, 2]
+    assert kernels.appended == kernels.encoded == []
+    waited = kernels.waited[1 - SIZE :]
+    assert all(one is two for one, two in zip(waited, outputs[:-1], strict=True))

@@ -53,7 +53,8 @@ class Rows:
     @property
     def offset(self) -> Any:
         """As the caches have it: a number, or one for each row."""
-        return self.caches[0].offset
+        self._count_offsets()
+        return self._caches[0].offset
 
     @property
     def n_appended(self) -> int:
@@ -212,8 +213,8 @@ class PackedRows(Rows):
     def writable(self, n_tokens: int) -> tuple[mx.array, ...]:
         """The planes, where `n_tokens` more may be written to their memory; else ``()``.
 
-        As `PackedStore.writable`: only in a batch that grows or in the window of one row, once it
-        was asked for a `window` after an `append`.
+        As `PackedStore.writable`: only in a batch or a sliding window, once it was asked for a
+        `window` after an `append`.
         """
         own, first = self._own, self._caches[0]
         if own.is_shared or not own.arrays:
@@ -247,8 +248,7 @@ class PackedRows(Rows):
     def expect(self, n_tokens: int, arrival: Arrival) -> None:
         """See `PackedStore.expect`."""
         self._own.arrival = arrival
-        for cache in self._caches:
-            places.count(cache, arrival.position, n_tokens)
+        places.count(self._caches, arrival.position, n_tokens)
 
     def align(self) -> None:
         """Make room for a multiple of tokens, which kernels want and would copy planes for.
