@@ -4,7 +4,7 @@ Here too nothing knows a framework or a device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from kvstow.codec.layout import check_keys, check_values
@@ -13,10 +13,10 @@ from kvstow.kernels.specialise import DTYPES, Dtype
 from kvstow.scheme import GROUP_SIZE, KEY_BITS, VALUE_BITS
 
 HEAD_DIMS = (64, 128, 256)  # the sums of 16 rows of 512 elements leave no registers
-MOST_SUMS = 256  # of a lane, times two: row tiles x head_dim
-# Row tiles of a warp and warps of a block. A decoded tile serves all query rows of a block, and an
-# operand that is read from it all row tiles of a warp: the best first.
-LAUNCHES = ((2, 8), (1, 8), (1, 4))
+# Row tiles and warps, the best first. What a warp reads of a decoded tile serves all its row tiles,
+# and the tile all warps of a block; of eight warps half decode while the others attend.
+LAUNCHES = ((2, 8), (1, 8), (2, 4), (1, 4))
+MOST_ROW_TILES = {64: 2, 128: 2, 256: 1}  # whose sums leave registers for the rest
 STAGES = 2
 
 
@@ -46,7 +46,7 @@ class PrefillKernel:
     def name(self) -> str:
         """A C identifier, one for each specialisation."""
         widths = f"k{self.key_bits}v{self.value_bits}"
-        return f"kvstow_prefill_d{self.head_dim}_{widths}_{self.dtype}_r{self.rows}"
+        return f"kvstow_prefill_d{self.head_dim}_{widths}_{self.dtype}_r{self.rows}_w{self.warps}"
 
     @property
     def rows(self) -> int:
@@ -71,8 +71,8 @@ class PrefillKernel:
     @property
     def shape(self) -> str:
         """The C++ type that describes it."""
-        numbers = f"{self.head_dim}, {self.key_bits}, {self.value_bits}, {self.row_tiles}, {self.warps}"
-        return f"kvstow::PrefillShape<{numbers}>"
+        widths = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
+        return f"kvstow::PrefillShape<{widths}, {self.row_tiles}, {self.warps}>"
 
     @property
     def shared_bytes(self) -> int:
@@ -105,17 +105,17 @@ def prefill_kernel(
     shared_limit: int,
     n_rows: int | None = None,
 ) -> PrefillKernel:
-    """The kernel for a shape: the best that fits, and that no smaller one has room enough for.
+    """The kernel for a shape: the best that fits, of one row tile if that has room for all rows.
 
-    Blocks of many rows take longer, but by less than they have more rows: where half as many
-    rows take as many blocks, they are faster.
+    With two row tiles a block takes longer, but not twice as long: it is faster wherever there
+    would be fewer blocks.
 
     Args:
         widths: Bits of a key code and of a value code.
         head_dim: One of `HEAD_DIMS`.
         dtype: Of the queries.
         shared_limit: Bytes of shared memory that a block may have.
-        n_rows: Query rows of a KV head; None is any number of them.
+        n_rows: Query rows of a KV head; None is any number, more than a block has room for.
 
     Raises:
         SchemeError: If a width has no encoding.
@@ -128,29 +128,27 @@ def prefill_kernel(
     if head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedModel(f"prompts have kernels for head_dim {known}, got {head_dim}")
-    kernels = _fitting(head_dim, widths, dtype, shared_limit)
-    if not kernels:
+    kernel = _largest(widths, head_dim, dtype, shared_limit)
+    if kernel is None:
         raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
-    if n_rows is None:
-        return kernels[0]
-    return next((kernel for kernel in reversed(kernels) if kernel.rows >= n_rows), kernels[0])
+    small = replace(kernel, row_tiles=1)
+    return kernel if n_rows is None or n_rows > small.rows else small
 
 
 def all_prefill_kernels(shared_limit: int) -> Iterator[PrefillKernel]:
     """Every kernel that exists for so much shared memory."""
-    for head_dim, key_bits, value_bits in product(HEAD_DIMS, KEY_BITS, VALUE_BITS):
+    for head_dim, *widths in product(HEAD_DIMS, KEY_BITS, VALUE_BITS):
         for dtype in DTYPES:
-            yield from _fitting(head_dim, (key_bits, value_bits), dtype, shared_limit)
+            if kernel := _largest((widths[0], widths[1]), head_dim, dtype, shared_limit):
+                yield from (replace(kernel, row_tiles=n + 1) for n in range(kernel.row_tiles))
 
 
-def _fitting(
-    head_dim: int, widths: tuple[int, int], dtype: Dtype, shared_limit: int
-) -> list[PrefillKernel]:
-    """With one and two row tiles, as far as registers suffice, each with as many warps as fit."""
-    kernels: list[PrefillKernel] = []
+def _largest(
+    widths: tuple[int, int], head_dim: int, dtype: Dtype, shared_limit: int
+) -> PrefillKernel | None:
+    """The first of `LAUNCHES` that fits."""
     for row_tiles, warps in LAUNCHES:
         kernel = PrefillKernel(head_dim, *widths, dtype, row_tiles, warps)
-        fits = kernel.shared_bytes <= shared_limit and row_tiles * head_dim <= MOST_SUMS
-        if fits and all(other.row_tiles != row_tiles for other in kernels):
-            kernels.append(kernel)
-    return kernels
+        if row_tiles <= MOST_ROW_TILES[head_dim] and kernel.shared_bytes <= shared_limit:
+            return kernel
+    return None

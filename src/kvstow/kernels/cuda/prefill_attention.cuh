@@ -41,11 +41,7 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
       if ((phase ^ warp >> 2) & 1) {
         if (tile + S::TILE < end) decode_next(empty, tile + S::TILE);
       } else {
-        KVSTOW_ROLLED
-        for (int at = 0; at < S::TILE; at += S::AT_ONCE) {
-          const u32 keys = full + at * S::ROW_BYTES;
-          own.take(keys, keys + S::TILE * S::ROW_BYTES, tile + at);
-        }
+        own.take_tile(full, tile);
       }
     }
     __syncthreads();

@@ -12,23 +12,29 @@ template <class S>
 struct WarpRows {
   static constexpr int M = S::ROW_TILES;
   using Scores = float[M][S::AT_ONCE / 8][4];
+  u32 shared;                 // where the block's memory begins
   u32 rows_at, columns_at;    // this lane's part of the address of an operand
-  u32 queries_at, known_at;   // in shared memory: its part of an operand of queries, and what is known of row g
   u32 queries[most(1, S::QUERIES_KEPT)][M][4];
   float sums[M][S::D / 8][4];  // of rows g, g, g + 8, g + 8; positions 8n + 2t, 8n + 2t + 1
   float total[M][2];          // of rows g and g + 8, this lane's columns
-  int all_low, all_high;      // all rows of the warp see every token inside
 
   // Registers are short. What is known of a row is in shared memory, where a lane keeps it for its own rows:
   static constexpr int SEEN = 0;       // two int32: the first token that it sees, and the one behind the last
   static constexpr int REFERENCE = 8;  // a float: the score that weights are relative to
   static constexpr int UNIT = 12;      // a float: what a product is worth, in powers of two
-  KVSTOW_INLINE u32 known(int m, int half) const { return known_at + (m * 16 + half * 8) * 16; }
-  KVSTOW_INLINE static int first() { return (threadIdx.x >> 5) * S::WARP_ROWS; }  // row of the block
+  KVSTOW_INLINE u32 known(int m, int half) const {
+    const u32 thread = thread_index();
+    return shared + S::AT_ROWS + (thread / 32 * S::WARP_ROWS + m * 16 + half * 8 + thread / 4 % 8) * 16;
+  }
+  KVSTOW_INLINE u32 queries_at() const {
+    return shared + S::AT_QUERIES + thread_index() / 32 * (S::WARP_ROWS * S::ROW_BYTES) + rows_at;
+  }
+  KVSTOW_INLINE static int first() { return threadIdx.x / 32 * S::WARP_ROWS; }  // row of the block
 
   // Queries as float16, each row times a power of two that brings it to 2^14 .. 2^15.
   template <Dtype T>
-  KVSTOW_INLINE void read(const DecodeArgs& args, const BlockRows<S>& rows, u32 shared, int b, int head) {
+  KVSTOW_INLINE void read(const DecodeArgs& args, const BlockRows<S>& rows, u32 shared_, int b, int head) {
+    shared = shared_;
     constexpr int E = S::D / 32, BATCH = 4;  // elements of a lane; rows whose loads are in flight together
     const int lane = threadIdx.x & 31, first = this->first();
     const u32 block = shared + S::AT_QUERIES + first * S::ROW_BYTES, known = shared + S::AT_ROWS + first * 16;
@@ -56,8 +62,8 @@ struct WarpRows {
         for (int e = 0; e < E; e += 2)  // a row that is not finite makes its scores NaN, as they are
           store32(at + e * 2, lost ? 0x7FFF7FFFu : two_halves(x[i][e] / step, x[i][e + 1] / step));
         if (lane == 0) {
-          const int high = rows.high_of(args, first + row);
-          const int low = first + row < rows.rows ? rows.low(args, high) : 0x7FFFFFFF;  // no such row, sees nothing
+          const int high = rows.high_of(args, least(first + row, rows.rows - 1));
+          const int low = first < rows.rows ? rows.low(args, high) : 0x7FFFFFFF;  // a warp without rows sees nothing
           const u32 reference = __float_as_uint(minus_infinity()), unit = __float_as_uint(step * args.scale_log2);
           store128(known + row * 16, low, high, reference, unit);
         }
@@ -66,14 +72,9 @@ struct WarpRows {
     __syncwarp();
     rows_at = (lane & 15) * S::ROW_BYTES + ((lane >> 4) ^ (lane & 7)) * 16;
     columns_at = ((lane & 7) + (lane >> 4) * 8) * S::ROW_BYTES + ((lane >> 3 & 1) ^ (lane & 7)) * 16;
-    queries_at = block + rows_at;
-    known_at = known + (lane >> 2) * 16;
-    const int last = least(first + S::WARP_ROWS, rows.rows) - 1;
-    all_high = rows.high_of(args, first), all_low = rows.low(args, rows.high_of(args, last));
-    if (last < first) all_high = all_low;  // no row at all
     KVSTOW_UNROLL
     for (int k = 0; k < S::QUERIES_KEPT; ++k) KVSTOW_UNROLL
-      for (int m = 0; m < M; ++m) read_operand(queries_at, k, m, queries[k][m]);
+      for (int m = 0; m < M; ++m) read_operand(queries_at(), k, m, queries[k][m]);
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) {
       total[m][0] = total[m][1] = 0.f;
@@ -87,26 +88,26 @@ struct WarpRows {
     load_tiles(S::further(queries_at, 2 * k) + m * 16 * S::ROW_BYTES, a);
   }
 
-  // AT_ONCE tokens, the first of them `token`, whose decoded keys and values begin at the two addresses.
-  KVSTOW_INLINE void take(u32 keys, u32 values, int token) {
-    const bool seen = token >= all_low && token + S::AT_ONCE <= all_high;
-    if (!seen && !any_sees(token)) return;
-    Scores scores;
-    multiply_keys(keys, scores);
-    if (!seen) hide(scores, token);
-    weigh(scores);
-    add_values(values, scores);
-  }
-
-  // Whether any row sees one of AT_ONCE tokens. Later rows see later tokens.
-  KVSTOW_INLINE bool any_sees(int token) const {
-    const u32 known = known_at - (threadIdx.x >> 2 & 7) * 16;
-    const int low = load32(known), high = load32(known + (S::WARP_ROWS - 1) * 16 + 4);
-    return token < high && token + S::AT_ONCE > low;
+  // A decoded tile, the first of whose tokens is `tile`: keys, and behind them values. Later rows see later tokens.
+  KVSTOW_INLINE void take_tile(u32 keys, int tile) {
+    const u32 known = shared + S::AT_ROWS + first() * 16, known_last = known + (S::WARP_ROWS - 1) * 16;
+    u32 any_low, all_high, all_low, any_high;
+    load64(known + SEEN, any_low, all_high);
+    load64(known_last + SEEN, all_low, any_high);
+    if (tile >= (int)any_high || tile + S::TILE <= (int)any_low) return;
+    const bool whole = tile >= (int)all_low && tile + S::TILE <= (int)all_high;
+    KVSTOW_ROLLED
+    for (int at = 0; at < S::TILE; at += S::AT_ONCE) {
+      Scores scores;
+      multiply_keys(keys + at * S::ROW_BYTES, scores);
+      if (!whole) hide(scores, tile + at);
+      weigh(scores);
+      add_values(keys + (S::TILE + at) * S::ROW_BYTES, scores);
+    }
   }
 
   KVSTOW_INLINE void multiply_keys(u32 keys, Scores& scores) const {
-    const u32 own = hidden(queries_at), from = hidden(keys + columns_at);  // addresses are not kept in registers
+    const u32 own = queries_at(), from = hidden(keys + columns_at);  // addresses are not kept in registers
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int n = 0; n < S::AT_ONCE / 8; ++n) KVSTOW_UNROLL

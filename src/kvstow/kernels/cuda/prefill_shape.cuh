@@ -29,10 +29,10 @@ struct PrefillShape {
   static constexpr int TILE = OWN * WARPS;
   static constexpr int ROW_BYTES = 2 * D;               // of a query, a key or a value in float16
 
-  // A lane's sums are ROW_TILES * D / 2 registers. What else stays in registers takes what these leave:
-  static constexpr bool IS_LARGE = ROW_TILES * D > 128;
-  static constexpr int AT_ONCE = least(TILE, IS_LARGE ? 32 : 64);  // tokens between two changes of the softmax
-  static constexpr int QUERIES_KEPT = ROW_TILES * D < 256 ? D / 16 : D == 128 ? 4 : 0;       // of D / 16 operands of a row tile
+  // A lane's sums are ROW_TILES * D / 2 registers of 255. What else stays in registers takes what these leave.
+  static constexpr int SUMS = ROW_TILES * D / 2;
+  static constexpr int AT_ONCE = least(TILE, SUMS < 128 ? 64 : 32);  // tokens between two changes of the softmax
+  static constexpr int QUERIES_KEPT = SUMS < 128 ? D / 16 : D == 128 ? 4 : 0;  // of D / 16 operands of a row tile
 
   struct Ring {  // what tile_ring.cuh asks for
     static constexpr int TILE = OWN, STEP = PrefillShape::TILE, STAGES = 2;
