@@ -22,10 +22,11 @@ struct WarpRows {
   static constexpr int SEEN = 0;       // two int32: the first token that it sees, and the one behind the last
   static constexpr int REFERENCE = 8;  // a float: the score that weights are relative to
   static constexpr int UNIT = 12;      // a float: what a product is worth, in powers of two
-  KVSTOW_INLINE u32 known(int m, int half) const {
+  KVSTOW_INLINE u32 known() const {  // of row g
     const u32 thread = thread_index();
-    return shared + S::AT_ROWS + (thread / 32 * S::WARP_ROWS + m * 16 + half * 8 + thread / 4 % 8) * 16;
+    return shared + S::AT_ROWS + (thread / 32 * S::WARP_ROWS + thread / 4 % 8) * 16;
   }
+  KVSTOW_INLINE static constexpr u32 row(int m, int half) { return (m * 16 + half * 8) * 16; }  // from row g on
   KVSTOW_INLINE u32 queries_at() const {
     return shared + S::AT_QUERIES + thread_index() / 32 * (S::WARP_ROWS * S::ROW_BYTES) + rows_at;
   }
@@ -107,7 +108,7 @@ struct WarpRows {
   }
 
   KVSTOW_INLINE void multiply_keys(u32 keys, Scores& scores) const {
-    const u32 own = queries_at(), from = hidden(keys + columns_at);  // addresses are not kept in registers
+    const u32 from = hidden(keys + columns_at), own = S::QUERIES_KEPT < S::D / 16 ? queries_at() : 0;
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int n = 0; n < S::AT_ONCE / 8; ++n) KVSTOW_UNROLL
@@ -132,11 +133,12 @@ struct WarpRows {
 
   KVSTOW_INLINE void hide(Scores& scores, int token) const {
     const int own = token + (threadIdx.x & 3) * 2;
+    const u32 known = this->known();
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int half = 0; half < 2; ++half) {
         u32 low, high;
-        load64(known(m, half) + SEEN, low, high);
+        load64(known + row(m, half) + SEEN, low, high);
         KVSTOW_UNROLL
         for (int n = 0; n < S::AT_ONCE / 8; ++n) KVSTOW_UNROLL
           for (int c = 0; c < 2; ++c) {
@@ -149,13 +151,14 @@ struct WarpRows {
   // Turns scores into weights relative to a score near the greatest one. It is another one, and sums change with it,
   // where a lane has seen a score that is more than four times as heavy; see WEIGHT_LOG2.
   KVSTOW_INLINE void weigh(Scores& scores) {
+    const u32 known = this->known();
     float reference[M][2], unit[M][2], top[M][2];
     bool outgrown = false;
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int half = 0; half < 2; ++half) {
         u32 bits[2];
-        load64(known(m, half) + REFERENCE, bits[0], bits[1]);
+        load64(known + row(m, half) + REFERENCE, bits[0], bits[1]);
         reference[m][half] = __uint_as_float(bits[0]), unit[m][half] = __uint_as_float(bits[1]);
         top[m][half] = scores[m][0][2 * half];
         KVSTOW_UNROLL
@@ -164,7 +167,7 @@ struct WarpRows {
         outgrown |= (top[m][half] - reference[m][half]) * unit[m][half] > 2.f;
       }
     if (__any_sync(WHOLE_WARP, outgrown)) KVSTOW_UNROLL
-      for (int m = 0; m < M; ++m) refer_to(top[m], unit[m], m, reference[m]);
+      for (int m = 0; m < M; ++m) refer_to(top[m], unit[m], m, known, reference[m]);
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -178,7 +181,7 @@ struct WarpRows {
       }
   }
   // To the greatest score of all lanes, where that is greater.
-  KVSTOW_INLINE void refer_to(const float (&top)[2], const float (&unit)[2], int m, float (&reference)[2]) {
+  KVSTOW_INLINE void refer_to(const float (&top)[2], const float (&unit)[2], int m, u32 known, float (&reference)[2]) {
     float shrink[2];
     KVSTOW_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -187,7 +190,7 @@ struct WarpRows {
       for (int o = 1; o < 4; o <<= 1) greatest = fmaxf(greatest, __shfl_xor_sync(WHOLE_WARP, greatest, o));
       shrink[half] = exp2_approx((reference[half] - finite(greatest)) * unit[half]);
       reference[half] = greatest;
-      store_float(known(m, half) + REFERENCE, greatest);
+      store_float(known + row(m, half) + REFERENCE, greatest);
       total[m][half] *= shrink[half];
     }
     KVSTOW_UNROLL
@@ -232,7 +235,8 @@ struct WarpRows {
     return sum;
   }
   KVSTOW_INLINE float reference_log2(int m, int half) const {
-    return load_float(known(m, half) + REFERENCE) * load_float(known(m, half) + UNIT);
+    const u32 at = known() + row(m, half);
+    return load_float(at + REFERENCE) * load_float(at + UNIT);
   }
 };
 
