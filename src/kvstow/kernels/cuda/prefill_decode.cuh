@@ -13,7 +13,7 @@ template <int BITS>
 struct GroupCodes {
   u32 words[BITS];
 
-  // Words at once as lanes then meet in no bank, or in few: a single one of each would be 8 lanes to a bank.
+  // Several words at once where one of each lane would be up to eight in a bank.
   KVSTOW_INLINE GroupCodes(u32 at) {
     if constexpr (BITS % 4 == 0) {
       KVSTOW_UNROLL
@@ -58,7 +58,7 @@ KVSTOW_INLINE void decode_keys(u32 stage, u32 keys, const GroupSlot<S>& slot) {
   const float scale = low_half(load16(stage + S::Ring::AT_KEY_SCALES + lane * 2));
   const float zero = low_half(load16(stage + S::Ring::AT_KEY_ZEROS + lane * 2));
   constexpr bool SUBTRACTS = S::KEY_BITS != 8;
-  const float offset = fmaf(scale, -(SUBTRACTS ? 0.f : Codes::NO_CODE), scale * zero);
+  const float offset = SUBTRACTS ? scale * zero : fmaf(scale, -Codes::NO_CODE, scale * zero);
   const auto key = [&](int i) {
     const float code = codes.above_no_code(i);
     return fmaf(SUBTRACTS ? code - Codes::NO_CODE : code, scale, offset);

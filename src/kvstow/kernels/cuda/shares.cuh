@@ -21,8 +21,7 @@ struct Split {
 };
 
 // The split of a block where the grid says which. Grid (n_splits, n_kv_heads * row_blocks, batch); false if this row
-// has fewer splits. Found
-// anew at each call.
+// has fewer splits. It is found anew at each call, so that registers need not keep it.
 template <class S>
 KVSTOW_INLINE bool find_split(const DecodeArgs& args, Split& split) {
   const u32 column = hidden(blockIdx.y);
