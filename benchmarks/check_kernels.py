@@ -6,9 +6,9 @@ Encoder: bits that differ from `codec.reference`, on normal vectors with outlier
 constants, zeros, tiny and huge ones and NaN. Attention: the error relative to attention in
 float64 over the cache as the reference decodes it, every width pair and head_dim, with rows
 that are empty, ragged and start late, where everything outside a row is NaN or noise. Attention
-that stores each row's last token first: elements of that token that differ, and of its output from
-attention over planes that have it. One JSON row per head_dim and kind; exit code 1 if a row is
-beyond its tolerance.
+that stores a token of each row first, the last one or one amid the others: elements of that token
+that differ, and of its output from attention over planes that have it. One JSON row per head_dim
+and kind; exit code 1 if a row is beyond its tolerance.
 
 Inputs are made on the host and copied, so that a tool which watches the kernels alone knows
 what was written (`check_sanitizer.py`).
@@ -52,6 +52,7 @@ BATCH, N_KV_HEADS, CAPACITY = 5, 2, 768
 # An empty row comes first and a full one last, where what is read outside leaves the planes.
 STARTS, LENGTHS = (0, 3, 37, 700, 0), (0, 4, 419, 731, CAPACITY)
 EXACT = BATCH, N_KV_HEADS, 1  # of a token that is not stored yet
+AMID = 413  # where one comes to be in a row that has it, as in a sliding window
 
 
 def vectors(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -264,9 +265,8 @@ def check_append(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dic
         Cache(head_dim),
         list[tuple[Turbo, Dtype, tuple[DecodeCall, DecodeCall], Stored]](),
     )
-    token, rows = np.arange(CAPACITY), np.array(LENGTHS)[:, None]
-    inside = (token >= np.array(STARTS)[:, None]) & (token < rows - 1)
-    lengths, starts = rows_on_device()
+    token, lengths, starts = np.arange(CAPACITY), *rows_on_device()
+    inside = (token >= np.array(STARTS)[:, None]) & (token < np.array(LENGTHS)[:, None])
     groups = [group for quads in (1, 2, 4) for group, n in GROUPS[quads] if n == 1]
     for n, scheme in enumerate(Turbo(k, v) for k in KEY_BITS for v in VALUE_BITS):
         if sample and n % 4:
@@ -275,15 +275,18 @@ def check_append(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dic
         exact = [x.to(getattr(torch, dtype)) for x in torch.randn((2, *EXACT, head_dim))]
         k, v = (x.float().numpy() for x in exact)
         wanted = _encoded(k, v, {"guard": True}, scheme.widths)
-        given = [x.cuda() for x in exact]
+        at = AMID if n % 8 in (0, 6) else -1
         options = {"lengths": lengths, "starts": starts, "window": (0, 37)[n % 2]}
+        options |= {"exact": [x.cuda() for x in exact], "stored": at}
+        places = places_of(at)
         for group in groups[n % 2 :: 8 if sample else 2]:
-            planes = cache.planes(scheme, inside)
+            late = np.array([token == places.get(i, -1) for i in range(BATCH)])
+            planes = cache.planes(scheme, inside & ~late)
             shape = BATCH, N_KV_HEADS * group, 1, head_dim
             queries = torch.randn(shape).to(exact[0].dtype).cuda()
-            storing = host.decode(queries, planes, scheme, exact=given, **options)
-            after = host.decode(queries, planes, scheme, **options)
-            made.append((scheme, dtype, (storing, after), Stored(planes, wanted)))
+            storing = host.decode(queries, planes, scheme, **options)
+            after = host.decode(queries, planes, scheme, **options | {"exact": None})
+            made.append((scheme, dtype, (storing, after), Stored(planes, wanted, places)))
     host.compile(call.plan.kernel for _, _, calls, _ in made for call in calls)
     for scheme, dtype, (storing, after), stored in made:
         bad = int((storing.run() != after.run()).sum()) + stored.n_wrong()
@@ -291,24 +294,35 @@ def check_append(host: CudaHost, head_dim: int, *, sample: bool) -> Iterator[dic
         yield {**kind, "elements": stored.size, "differing": bad, "ok": not bad}
 
 
+def places_of(at: int) -> dict[int, int]:
+    """Where a token comes to be in each row that has that place; -1: in the last one."""
+    rows = enumerate(zip(STARTS, LENGTHS, strict=True))
+    if at < 0:
+        return {i: length - 1 for i, (_, length) in rows if length}
+    return {i: at for i, (start, length) in rows if start <= at < length}
+
+
 class Stored(NamedTuple):
-    """Planes, and what the last token of each row is to be in them."""
+    """Planes, and what a token of each row is to be in them; the tokens, by row."""
 
     planes: Planes
     wanted: tuple[np.ndarray, ...]
+    places: dict[int, int]
 
     def n_wrong(self) -> int:
         """Elements of these tokens that differ."""
-        full = np.array(LENGTHS) > 0
+        rows = list(self.places)
         return sum(
-            differing(torch.stack([plane[i, :, n - 1] for i, n in enumerate(LENGTHS) if n]), want)
-            for plane, want in zip(self.planes, (w[full, :, 0] for w in self.wanted), strict=True)
+            differing(
+                torch.stack([plane[i, :, n] for i, n in self.places.items()]), want[rows, :, 0]
+            )
+            for plane, want in zip(self.planes, self.wanted, strict=True)
         )
 
     @property
     def size(self) -> int:
         """Elements of these tokens."""
-        return sum(want.size for want in self.wanted)
+        return sum(want[list(self.places)].size for want in self.wanted)
 
 
 def error_of(got: Any, want: Any) -> float:

@@ -140,7 +140,7 @@ class DecodeCall:
         lengths, starts = options.get("lengths"), options.get("starts")
         exact = options.get("exact") or (None, None)
         n_tokens = int(lengths.max()) if lengths is not None else capacity
-        kind = lengths is not None, "exact" in options
+        kind = lengths is not None, options.get("exact") is not None
         shape = Shape(b, hq, h, n_queries, d, n_tokens, *kind)
         self.plan = planned(shape, scheme.widths, dtype_of(queries), host.device, options)
         n_splits, chunk = self.plan.n_splits, self.plan.chunk

@@ -45,9 +45,12 @@ def test_a_kernel_that_computes_the_definition_passes_and_is_checked_once(kernel
 def test_a_check_of_prompts_covers_windows_rows_and_blocks(kernels):
     selfcheck.outcome(tasks.PrefillTask(8, 3, 128, "float32", ragged=True))
     called = [(call.window, call.longest) for call in kernels.attended]
-    assert called == [(0, 700), (50, 700), (0, 200), (50, 200)]
+    assert called == [(0, 700), (50, 700), (0, 200), (50, 200)] * 2
     assert {tuple(call.starts) for call in kernels.attended} == {(0, 37, 600)}
-    assert {call.shape for call in kernels.attended} == {(3, 6, 61, 128)}
+    shapes = {call.shape for call in kernels.attended}
+    assert shapes == {(3, 6, 95, 128), (3, 6, 20, 128)}
+    rows = [kernels.device().prefill_kernel((8, 3), 128, "float32", 3 * n).rows for n in (95, 20)]
+    assert rows == [256, 128]  # each of the two kernels that prompts may take
 
 
 @pytest.mark.usefixtures("kernels")

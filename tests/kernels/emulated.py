@@ -154,8 +154,8 @@ def narrowed(x, dtype):
 def attend(queries, planes, widths, folder, **options):
     """Attention of float32 queries over numpy planes ``(b, h, capacity, *)``.
 
-    Options: starts, lengths (int32), sinks (float32), window, chunk, shares, device, exact, and
-    plan, which is `plan_decode` unless given.
+    Options: starts, lengths (int32), sinks (float32), window, chunk, shares, device, exact, plan,
+    which is `plan_decode` unless given, and dtype, to which queries and output are rounded.
     """
     b, hq, n_queries, d = queries.shape
     h, capacity = planes[0].shape[1:3]
@@ -164,7 +164,8 @@ def attend(queries, planes, widths, folder, **options):
     shape = Shape(b, hq, h, n_queries, d, capacity, ragged, "exact" in options)
     # One with little shared memory gets kernels of few warps, which is less to emulate.
     device = options.get("device", Device(86, 1))
-    plan = options.get("plan", plan_decode)(shape, widths, "float32", device)
+    dtype = options.get("dtype", "float32")
+    plan = options.get("plan", plan_decode)(shape, widths, dtype, device)
     chunk = options.get("chunk", plan.chunk)
     n_splits = -(-capacity // chunk)
     grid = n_splits, *plan.grid[1:]
@@ -172,7 +173,8 @@ def attend(queries, planes, widths, folder, **options):
         plan = in_shares(shape, plan.kernel, options.get("shares", 5), chunk)
         n_splits, grid = plan.n_splits, plan.grid
     n_rows = b * hq * n_queries
-    output = np.full(queries.shape, np.nan, np.float32)
+    queries = _stored(queries, dtype)
+    output = np.full_like(queries, 77)
     sums = np.full((n_rows, n_splits, d), np.nan, np.float32)
     weights = np.full((n_rows, n_splits, 2), np.nan, np.float32)
     arrivals = np.zeros(b * h * plan.row_blocks, np.int32)
@@ -184,7 +186,20 @@ def attend(queries, planes, widths, folder, **options):
     args = DecodeArgs(*map(_address, arrays), *counts, d**-0.5 * math.log2(math.e))
     assert compile_kernel(plan.kernel, folder)(ctypes.byref(args), *grid)
     assert not arrivals.any()
-    return output
+    return _floats(output, dtype)
+
+
+def _stored(x, dtype):
+    """Float32 numbers as a kernel reads them: bfloat16 is the upper half of their bits."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(x, dtype)
+    return (x.view(np.uint32) + 0x8000 >> 16).astype(np.uint16)
+
+
+def _floats(x, dtype):
+    if dtype != "bfloat16":
+        return x.astype(np.float32)
+    return (x.astype(np.uint32) << 16).view(np.float32)
 
 
 def encode(keys, values, widths, folder, **options):

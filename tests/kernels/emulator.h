@@ -191,8 +191,8 @@ inline u32 two_halves(float low, float high) { return to_float16(low) | (u32)to_
 inline u32 multiply_halves(u32 a, u32 b) {
   return two_halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }
-inline u32 finite_halves(u32 pair) {
-  u16 halves[2] = {(u16)pair, (u16)(pair >> 16)};
+inline u32 two_finite_halves(float low, float high) {
+  u16 halves[2] = {to_float16(low), to_float16(high)};
   for (u16& h : halves)
     if (from_float16(h) > 65504.f || from_float16(h) < -65504.f) h = h & 0x8000 ? 0xFBFF : 0x7BFF;
   return halves[0] | (u32)halves[1] << 16;

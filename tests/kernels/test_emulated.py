@@ -13,13 +13,21 @@ pytestmark = pytest.mark.skipif(
     emulated.compiler() is None, reason="needs a g++ that knows float16, and ucontext"
 )
 STARTS, LENGTHS, CAPACITY = [0, 3, 37, 0], [0, 4, 119, 128], 128
+# Queries are integers of 14 bits or float16, weights and centroids float16; in bfloat16 queries are
+# rounded too, which moves scores, and what the output is rounded to.
+TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 1.2e-2}
+LARGE = Device(90, 1)  # has room for two row tiles of each of eight warps
 
 
-def make_planes(rng, head_dim, widths):
-    """Planes that are NaN and noise outside the rows, and what they decode to inside."""
+def make_planes(rng, head_dim, widths, growth=0):
+    """Planes that are NaN and noise outside the rows, and what they decode to inside.
+
+    The mean of keys grows from the first token to the last.
+    """
     shape = len(LENGTHS), 2, CAPACITY, head_dim
     x, y = rng.standard_normal((2, *shape)).astype(np.float32)
-    keys = reference.encode_keys(x + 1, bits=widths[0], guard=True)
+    mean = 1 + growth * np.linspace(0, 1, CAPACITY, dtype=np.float32)[:, None]
+    keys = reference.encode_keys(x + mean, bits=widths[0], guard=True)
     values = reference.encode_values(y, bits=widths[1], guard=True)
     decoded = (
         reference.decode_keys(keys, bits=widths[0]).astype(np.float64),
@@ -61,11 +69,11 @@ def check(rng, folder, widths, shape, **options):
     queries = (2 * queries).astype(np.float32)
     rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
     got = emulated.attend(queries, planes, widths, folder, **rows, **options)
-    for of_launch in ("chunk", "shares", "plan", "device"):
+    dtype = options.get("dtype", "float32")
+    for of_launch in ("chunk", "shares", "plan", "device", "dtype"):
         options.pop(of_launch, None)
     want = attention(queries, *decoded, **options)
-    # Queries are integers of 14 bits, weights and centroids float16.
-    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) <= TOLERANCE[dtype] * np.linalg.norm(want)
     assert not got[0].any()  # the empty row
 
 
@@ -196,6 +204,47 @@ def test_a_prompt_sees_what_the_definition_says_at_every_width(rng, tmp_path, wi
 def test_blocks_of_eight_warps_and_splits_are_merged(rng, tmp_path, head_dim, chunk):
     options = {"plan": plan_prefill, "device": Device(90, 1), "chunk": chunk}
     check(rng, tmp_path, (8, 3), (head_dim, 2, 65), **options)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "widths", "step", "options"),
+    [
+        (64, (4, 5), (3, 61), {"dtype": "float16"}),  # a block cut within a row tile
+        (128, (8, 3), (3, 61), {"dtype": "bfloat16", "window": 19}),
+        (128, (8, 3), (2, 130), {"chunk": 64}),  # two blocks, and rows beyond a start or a length
+        (128, (5, 2), (1, 129), {"chunk": 64, "window": 50}),  # one row more than one row tile has
+        (128, (2, 8), (5, 27), {"dtype": "float16"}),
+        (64, (8, 3), (8, 33), {"dtype": "bfloat16", "chunk": 128, "window": 5}),
+    ],
+)
+def test_a_warp_attends_with_two_row_tiles(rng, tmp_path, head_dim, widths, step, options):
+    sinks = (3 * rng.standard_normal(2 * step[0])).astype(np.float32)
+    given = {"plan": plan_prefill, "device": LARGE, "sinks": sinks, **options}
+    check(rng, tmp_path, widths, (head_dim, *step), **given)
+
+
+@pytest.mark.parametrize("n_queries", [20, 140])  # one row tile, and two
+def test_scores_of_a_prompt_may_grow_from_tile_to_tile(rng, tmp_path, n_queries):
+    planes, (keys, values) = make_planes(rng, 128, (8, 3), growth=4)
+    queries = 2 * rng.standard_normal((len(LENGTHS), 2, n_queries, 128)).astype(np.float32)
+    rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
+    options = {"plan": plan_prefill, "device": LARGE, **rows}
+    got = emulated.attend(queries, planes, (8, 3), tmp_path, **options)
+    want = attention(queries, keys, values)
+    # Keys of 4 in float16 are 1e-3 off, and so are scores.
+    assert np.linalg.norm(got - want) <= 3e-3 * np.linalg.norm(want)
+
+
+def test_a_query_that_is_not_finite_makes_no_other_row_so(rng, tmp_path):
+    planes, _ = make_planes(rng, 64, (8, 3))
+    queries = rng.standard_normal((len(LENGTHS), 2, 140, 64)).astype(np.float32)
+    queries[3, 0, 17, 3], queries[3, 1, 100, 5] = np.nan, np.inf
+    rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
+    options = {"plan": plan_prefill, "device": LARGE, **rows}
+    lost = ~np.isfinite(emulated.attend(queries, planes, (8, 3), tmp_path, **options)).all(-1)
+    assert lost[3, 0, 17] == (LENGTHS[3] - 140 + 17 >= 0)
+    assert lost[3, 1, 100]
+    assert lost.sum() == 1 + lost[3, 0, 17]
 
 
 @pytest.mark.parametrize("chunk", [32, 128])

@@ -76,29 +76,44 @@ def test_a_prompt_is_split_only_where_its_rows_leave_processors_idle():
         shape = Shape(batch, 32, 8, n_queries, 128, 65_536)
         return plan_attention(shape, (8, 3), "bfloat16", H200)
 
-    assert (plan(512).row_blocks, plan(512).n_splits, plan(512).grid) == (16, 1, (1, 128, 1))
-    assert (plan(64).row_blocks, plan(64).n_splits) == (2, 8)
+    assert (plan(1024).row_blocks, plan(1024).n_splits, plan(1024).grid) == (16, 1, (1, 128, 1))
+    assert (plan(512).row_blocks, plan(512).n_splits, plan(512).grid) == (8, 2, (2, 64, 1))
+    assert (plan(64).row_blocks, plan(64).n_splits) == (1, 16)
     assert plan(64, batch=16).n_splits == 1
-    assert not plan(512).writes_parts
+    assert not plan(1024).writes_parts
     assert plan(64).writes_parts
     assert plan(8).kernel.name.startswith("kvstow_decode")
     assert plan(8).writes_parts
-    assert plan(9).kernel.name == "kvstow_prefill_d128_k8v3_bfloat16_r128"
+    assert plan(9).kernel.name == "kvstow_prefill_d128_k8v3_bfloat16_r128_w8"
     assert plan(9).chunk % plan(9).kernel.tile == 0
 
 
-def test_prompts_take_as_many_warps_as_shared_memory_has_room_for():
-    for capability, head_dim, pair, rows in (
-        (90, 256, (8, 8), 128),
-        (80, 128, (8, 3), 128),
-        (80, 256, (8, 8), 64),
-        (89, 128, (8, 3), 64),
-        (89, 128, (8, 8), 64),
+def test_a_prompt_whose_rows_fit_in_one_row_tile_of_each_warp_has_no_second():
+    def rows_of_block(n_queries, capability):
+        shape = Shape(1, 32, 8, n_queries, 128, 65_536)
+        return plan_attention(shape, (8, 3), "bfloat16", Device.of(capability)).kernel.rows
+
+    assert [rows_of_block(n, 90) for n in (9, 32, 33, 2048)] == [128, 128, 256, 256]
+    assert [rows_of_block(n, 89) for n in (9, 16, 17, 2048)] == [64, 64, 128, 128]
+
+
+def test_prompts_take_as_many_warps_and_row_tiles_as_there_is_room_for():
+    for capability, head_dim, pair, launch in (
+        (90, 64, (8, 3), (2, 8)),
+        (90, 128, (8, 8), (2, 8)),
+        (90, 256, (8, 8), (1, 8)),
+        (80, 128, (8, 3), (2, 8)),
+        (80, 128, (8, 5), (1, 8)),
+        (80, 256, (8, 8), (1, 4)),
+        (89, 64, (8, 3), (2, 4)),
+        (89, 128, (8, 3), (2, 4)),
+        (89, 128, (8, 8), (1, 4)),
     ):
         kernel = Device.of(capability).prefill_kernel(pair, head_dim, "float16")
-        assert kernel.rows == rows, (capability, head_dim, pair)
-    names = [kernel.name for kernel in all_prefill_kernels(SHARED_LIMITS[89])]
-    assert len(names) == len(set(names)) == 60 * 3 - 4 * 3
+        assert (kernel.row_tiles, kernel.warps) == launch, (capability, head_dim, pair)
+    kernels = list(all_prefill_kernels(SHARED_LIMITS[89]))
+    names = [kernel.name for kernel in kernels]
+    assert len(names) == len(set(names)) == 60 * 3 - 4 * 3 + sum(k.row_tiles == 2 for k in kernels)
     with pytest.raises(ValueError, match="fits in 101376 bytes"):
         Device.of(89).prefill_kernel((2, 8), 256, "float16")
     with pytest.raises(UnsupportedModel, match="head_dim 64, 128, 256, got 512"):

@@ -32,7 +32,7 @@ from kvstow.scheme import Turbo
 
 KERNEL = "kernel"
 # So many query tokens share one decoding of the window that it is faster than the kernel, which
-# decodes once for every 128 query rows (decision 13); up to so many bytes, in float16.
+# decodes once for every 256 query rows (decision 13); up to so many bytes, in float16.
 MANY_QUERIES = 1024
 FEW_DECODED_BYTES = 1 << 28
 

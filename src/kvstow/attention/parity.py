@@ -19,8 +19,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 1.2e-3, "bfloat16": 4e-3}
 N_KV_HEADS, N_TOKENS, CAPACITY = 2, 700, 768  # several splits, the last one cut
 STARTS = (0, 37, 600)
 WINDOWS = (0, 50)
-# Of a prompt: enough rows for several blocks, the last one cut; and tokens that are not split.
-PROMPT_HEADS, PROMPT_QUERIES, UNSPLIT = 3, 61, 200
+# Of a prompt: query tokens for the kernel of many rows, whose last block is cut, and for that of
+# few; and tokens that are not split.
+PROMPT_HEADS, PROMPT_QUERIES, UNSPLIT = 3, (95, 20), 200
 N_VECTORS = 64
 # Of planes that are appended to: what they hold, and tokens before and behind those appended.
 OTHERS, POSITION, ROOM = 77, 3, 10
@@ -47,17 +48,18 @@ def _of_attention(task: AttendTask | PrefillTask, rng: np.random.Generator) -> s
     scheme, d = Turbo(task.key_bits, task.value_bits), task.head_dim
     starts = np.array(STARTS if task.ragged else (0, 0), np.int32)
     step = task if isinstance(task, AttendTask) else None
-    late = None  # in a window that slides, a new token may be stored anywhere
-    if step and step.stores:
-        late = N_TOKENS - 1 if step.ragged else N_TOKENS // 3
+    # In a window that slides, a new token may be stored anywhere.
+    place = N_TOKENS - 1 if task.ragged else N_TOKENS // 3
+    late = place if step and step.stores else None
     exact = _exact(rng, (len(starts), N_KV_HEADS, CAPACITY, d), task.dtype)
     planes, poisoned = _planes(rng, scheme, exact, starts, late)
-    group, n_queries = (step.group, step.n_queries) if step else (PROMPT_HEADS, PROMPT_QUERIES)
-    shape = (len(starts), N_KV_HEADS * group, n_queries, d)
-    queries = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
-    queries = queries.astype(getattr(mx, task.dtype))
-    sinks = rng.normal(0, 3, shape[1]).astype(np.float32) if task.sinks else None
-    for n_tokens, window in product((N_TOKENS,) if step else (N_TOKENS, UNSPLIT), WINDOWS):
+    group, steps = (step.group, (step.n_queries,)) if step else (PROMPT_HEADS, PROMPT_QUERIES)
+    n_heads, spans = N_KV_HEADS * group, (N_TOKENS,) if step else (N_TOKENS, UNSPLIT)
+    sinks = rng.normal(0, 3, n_heads).astype(np.float32) if task.sinks else None
+    for n_queries, n_tokens, window in product(steps, spans, WINDOWS):
+        shape = (len(starts), n_heads, n_queries, d)
+        drawn = mx.array(2 * rng.standard_normal(shape).astype(np.float32))
+        queries = drawn.astype(getattr(mx, task.dtype))
         scores = kernels.Scores(d**-0.5, window, None if sinks is None else mx.array(sinks))
         tokens: int | kernels.Rows = n_tokens
         if task.ragged:

@@ -73,7 +73,7 @@ class PrefillTask(_Stored):
     sinks: bool = False
 
     def name(self, device: Device | MetalDevice) -> str:
-        """Of what is compiled.
+        """Of what is compiled for many rows. What there is for few is checked with it.
 
         Raises:
             ValueError: If nothing does it.

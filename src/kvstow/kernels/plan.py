@@ -62,9 +62,11 @@ class Device:
         limit = self.shared_limit
         return decode_kernel(widths, head_dim, dtype, n_rows, limit, stores=stores)
 
-    def prefill_kernel(self, widths: tuple[int, int], head_dim: int, dtype: Dtype) -> PrefillKernel:
+    def prefill_kernel(
+        self, widths: tuple[int, int], head_dim: int, dtype: Dtype, n_rows: int | None = None
+    ) -> PrefillKernel:
         """What attends the many query rows of a prompt; see `prefill.prefill_kernel`."""
-        return prefill_kernel(widths, head_dim, dtype, self.shared_limit)
+        return prefill_kernel(widths, head_dim, dtype, self.shared_limit, n_rows)
 
     def encode_kernel(
         self, widths: tuple[int, int], head_dim: int, dtype: Dtype, *, search: bool
@@ -211,7 +213,8 @@ def plan_prefill(
         ValueError: If the heads do not divide, or nothing fits the device.
         UnsupportedModel: If there is no kernel of this head_dim.
     """
-    kernel = device.prefill_kernel(widths, shape.head_dim, dtype)
+    rows = shape.group * shape.n_queries
+    kernel = device.prefill_kernel(widths, shape.head_dim, dtype, rows)
     # Blocks take long: one more than there are processors would double the time.
     splits = max(1, device.n_processors // _n_blocks(shape, kernel.rows))
     chunk = _chunk(-(-shape.n_tokens // splits), kernel.tile)

@@ -5,6 +5,7 @@ Here too nothing knows a framework or a device.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from kvstow.codec.layout import check_keys, check_values
 from kvstow.errors import UnsupportedModel
@@ -12,7 +13,10 @@ from kvstow.kernels.specialise import DTYPES, Dtype
 from kvstow.scheme import GROUP_SIZE, KEY_BITS, VALUE_BITS
 
 HEAD_DIMS = (64, 128, 256)  # the sums of 16 rows of 512 elements leave no registers
-WARPS = (8, 4)  # the best first: a decoded tile serves 16 query rows of each
+# Row tiles and warps, the best first. What a warp reads of a decoded tile serves all its row tiles,
+# and the tile all warps of a block; of eight warps half decode while the others attend.
+LAUNCHES = ((2, 8), (1, 8), (2, 4), (1, 4))
+MOST_ROW_TILES = {64: 2, 128: 2, 256: 1}  # whose sums leave registers for the rest
 STAGES = 2
 
 
@@ -25,6 +29,7 @@ class PrefillKernel:
         key_bits: Width of a key code.
         value_bits: Width of a value code.
         dtype: Of queries and output.
+        row_tiles: Of 16 query rows, of a warp.
         warps: Of a block.
     """
 
@@ -32,6 +37,7 @@ class PrefillKernel:
     key_bits: int
     value_bits: int
     dtype: Dtype
+    row_tiles: int
     warps: int
 
     file_name = "prefill_attention.cuh"
@@ -40,12 +46,12 @@ class PrefillKernel:
     def name(self) -> str:
         """A C identifier, one for each specialisation."""
         widths = f"k{self.key_bits}v{self.value_bits}"
-        return f"kvstow_prefill_d{self.head_dim}_{widths}_{self.dtype}_r{self.rows}"
+        return f"kvstow_prefill_d{self.head_dim}_{widths}_{self.dtype}_r{self.rows}_w{self.warps}"
 
     @property
     def rows(self) -> int:
         """Query rows of a block."""
-        return 16 * self.warps
+        return 16 * self.row_tiles * self.warps
 
     @property
     def tile(self) -> int:
@@ -65,13 +71,13 @@ class PrefillKernel:
     @property
     def shape(self) -> str:
         """The C++ type that describes it."""
-        numbers = f"{self.head_dim}, {self.key_bits}, {self.value_bits}, {self.warps}"
-        return f"kvstow::PrefillShape<{numbers}>"
+        widths = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
+        return f"kvstow::PrefillShape<{widths}, {self.row_tiles}, {self.warps}>"
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: ``PrefillShape::SHARED_BYTES``, computed again."""
-        queries = self.rows * 2 * self.head_dim
+        queries = self.rows * (2 * self.head_dim + 16)  # and what is known of each
         table = 0 if self.value_bits <= 3 else 128 << self.value_bits
         decoded = 2 * 2 * self.tile * 2 * self.head_dim
         stage = 128 * (self.key_bits + self.value_bits + 2)
@@ -93,15 +99,23 @@ class PrefillKernel:
 
 
 def prefill_kernel(
-    widths: tuple[int, int], head_dim: int, dtype: Dtype, shared_limit: int
+    widths: tuple[int, int],
+    head_dim: int,
+    dtype: Dtype,
+    shared_limit: int,
+    n_rows: int | None = None,
 ) -> PrefillKernel:
-    """The kernel for a shape, with the most warps that fit.
+    """The kernel for a shape: the best that fits, of one row tile if that has room for all rows.
+
+    With two row tiles a block takes longer, but not twice as long: it is faster wherever there
+    would be fewer blocks.
 
     Args:
         widths: Bits of a key code and of a value code.
         head_dim: One of `HEAD_DIMS`.
         dtype: Of the queries.
         shared_limit: Bytes of shared memory that a block may have.
+        n_rows: Query rows of a KV head; None is any number, more than a block has room for.
 
     Raises:
         SchemeError: If a width has no encoding.
@@ -114,24 +128,27 @@ def prefill_kernel(
     if head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedModel(f"prompts have kernels for head_dim {known}, got {head_dim}")
-    kernel = _fitting(PrefillKernel(head_dim, key_bits, value_bits, dtype, WARPS[0]), shared_limit)
+    kernel = _largest(widths, head_dim, dtype, shared_limit)
     if kernel is None:
         raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")
-    return kernel
+    small = replace(kernel, row_tiles=1)
+    return kernel if n_rows is None or n_rows > small.rows else small
 
 
 def all_prefill_kernels(shared_limit: int) -> Iterator[PrefillKernel]:
     """Every kernel that exists for so much shared memory."""
-    for head_dim in HEAD_DIMS:
-        for key_bits in KEY_BITS:
-            for value_bits in VALUE_BITS:
-                for dtype in DTYPES:
-                    most = PrefillKernel(head_dim, key_bits, value_bits, dtype, WARPS[0])
-                    if kernel := _fitting(most, shared_limit):
-                        yield kernel
+    for head_dim, *widths in product(HEAD_DIMS, KEY_BITS, VALUE_BITS):
+        for dtype in DTYPES:
+            if kernel := _largest((widths[0], widths[1]), head_dim, dtype, shared_limit):
+                yield from (replace(kernel, row_tiles=n + 1) for n in range(kernel.row_tiles))
 
 
-def _fitting(most: PrefillKernel, shared_limit: int) -> PrefillKernel | None:
-    """With as many warps as fit."""
-    kernels = (replace(most, warps=warps) for warps in WARPS)
-    return next((kernel for kernel in kernels if kernel.shared_bytes <= shared_limit), None)
+def _largest(
+    widths: tuple[int, int], head_dim: int, dtype: Dtype, shared_limit: int
+) -> PrefillKernel | None:
+    """The first of `LAUNCHES` that fits."""
+    for row_tiles, warps in LAUNCHES:
+        kernel = PrefillKernel(head_dim, *widths, dtype, row_tiles, warps)
+        if row_tiles <= MOST_ROW_TILES[head_dim] and kernel.shared_bytes <= shared_limit:
+            return kernel
+    return None

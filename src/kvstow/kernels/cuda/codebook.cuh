@@ -12,14 +12,14 @@ struct Codebook {
                                   : VALUE_BITS == 5 ? 0.094224f
                                                     : 0.092482f;
   static constexpr u32 MASK = (1u << VALUE_BITS) - 1;
-  u32 table, copy;  // in shared memory, and this lane's copy in it
+  u32 copy;  // this lane's of the table in shared memory
 
-  KVSTOW_INLINE Codebook(const DecodeArgs&, u32 table_) : table(table_), copy((thread_index() & 31) * 4) {}
+  KVSTOW_INLINE Codebook(const DecodeArgs&, u32 table) : copy(table + (thread_index() & 31) * 4) {}
   KVSTOW_INLINE static void write_table(const DecodeArgs& args, u32 table, int n_threads) {
     for (int i = thread_index(); i < 32 << VALUE_BITS; i += n_threads)
       store32(table + i * 4, two_halves(args.centroids[i / 32] * FACTOR, 0.f));
   }
-  KVSTOW_INLINE u32 centroid(u32 code) const { return load32(table + ((code & MASK) * 128 | copy)); }
+  KVSTOW_INLINE u32 centroid(u32 code) const { return load32(copy + (code & MASK) * 128); }
 };
 
 // Three bits need no table in memory: the eight centroids are the bytes of four registers.

@@ -115,7 +115,7 @@ struct BlockRows {
   KVSTOW_INLINE BlockRows(const DecodeArgs& args, int b, int row_block) {
     // A row that claims more than the caller was told of is cut, not read beyond the planes.
     start = args.starts ? most(0, args.starts[b]) : 0;
-    const int length = args.lengths ? least(args.lengths[b], args.length) : args.length;
+    const int longest = hidden(args.length), length = args.lengths ? least(args.lengths[b], longest) : longest;
     row = row_block * S::ROWS;
     rows = least(S::ROWS, args.group * (int)hidden(args.n_queries) - row);
     row_high = length - args.n_queries + 1;
@@ -134,9 +134,9 @@ struct BlockRows {
   }
   // Where row r of this block lies in arrays of [b, hq, l].
   KVSTOW_INLINE u64 index(const DecodeArgs& args, int b, int head, int r) const {
-    const int at = row + r;
-    const u64 query_head = ((u64)b * args.n_kv_heads + head) * args.group + at % args.group;
-    return query_head * args.n_queries + at / args.group;
+    const u32 at = row + r, group = args.group, query_token = at / group;
+    const u64 query_head = ((u64)(u32)b * (u32)args.n_kv_heads + (u32)head) * group + (at - query_token * group);
+    return query_head * (u32)args.n_queries + query_token;
   }
 };
 

@@ -6,12 +6,13 @@
 //
 //   copy      a tile's packed bytes, each warp its own tokens                 tile_ring.cuh
 //   decode    the tile after next, each warp its own tokens, to float16       prefill_decode.cuh
-//   attend    to this tile, each warp its own 16 query rows                   prefill_rows.cuh
+//   attend    to this tile, each warp its own 16 or 32 query rows             prefill_rows.cuh
+//   write     what their sums are, un-rotated                                 prefill_output.cuh
 //
 // There are two decoded tiles, and one barrier for each. Between two barriers half of the warps attend
 // first and the others decode first, so that matrix units and the rest are busy at the same time.
 #pragma once
-#include "prefill_rows.cuh"
+#include "prefill_output.cuh"
 #include "tile_ring.cuh"
 namespace kvstow {
 
@@ -20,7 +21,7 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
                               u64 plane_row, int begin, int end) {
   const int warp = threadIdx.x >> 5;
   const u32 own_ring = shared + S::AT_RING + warp * (S::Ring::STAGES * S::Ring::STAGE_BYTES);
-  TileRing<typename S::Ring> ring(args, plane_row, own_ring, begin + warp * S::OWN, rows.any_low, rows.any_high, end);
+  TileRing<typename S::Ring> ring(args, plane_row, own_ring, begin + warp * S::OWN, rows.any_low, end, end);
   Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
   __syncthreads();
   const Codebook<S::VALUE_BITS> codebook(args, shared + S::AT_TABLE);
@@ -40,11 +41,7 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
       if ((phase ^ warp >> 2) & 1) {
         if (tile + S::TILE < end) decode_next(empty, tile + S::TILE);
       } else {
-        KVSTOW_ROLLED
-        for (int at = 0; at < S::TILE; at += S::AT_ONCE) {
-          const u32 keys = full + at * S::ROW_BYTES;
-          own.take(keys, keys + S::TILE * S::ROW_BYTES, tile + at);
-        }
+        own.take_tile(full, tile);
       }
     }
     __syncthreads();
@@ -56,18 +53,21 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
 // Grid (n_splits, n_kv_heads * row_blocks, b), blocks of WARPS * 32 threads with SHARED_BYTES.
 template <class S, Dtype T>
 KVSTOW_INLINE void prefill_attention(const DecodeArgs& args, char* shared_bytes) {
-  Split split;
-  if (!find_split<S>(args, split)) return;
-  const int b = split.b, head = split.head;
-  const BlockRows<S> rows(args, b, split.row_block);
-  const u32 shared = shared_address(shared_bytes);
-  const int begin = split.begin, end = least(rows.any_high, split.end);
   WarpRows<S> own;
-  own.template read<T>(args, rows, shared, b, head);
-  if (begin < end) take_tiles(args, rows, own, shared, (u64)b * args.n_kv_heads + head, begin, end);
-  own.conclude();
-  if (args.n_splits == 1) return own.template write<T>(args, rows, b, head);
-  own.write_part(args, rows, b, head, split.index);
+  Split split;
+  {
+    if (!find_split<S>(args, split)) return;
+    const BlockRows<S> rows(args, split.b, split.row_block);
+    const u32 shared = shared_address(shared_bytes);
+    const int begin = split.begin, end = least(rows.any_high, split.end);
+    own.template read<T>(args, rows, shared, split.b, split.head);
+    if (begin < end)
+      take_tiles(args, rows, own, shared, (u64)split.b * args.n_kv_heads + split.head, begin, end);
+  }
+  find_split<S>(args, split);  // once more: registers are short while tiles are taken
+  const BlockRows<S> rows(args, split.b, split.row_block);
+  if (args.n_splits == 1) return write_output<S, T>(own, args, rows, split.b, split.head);
+  write_part(own, args, rows, split.b, split.head, split.index);
   finish<S, T>(args, split, (volatile int*)shared_bytes);
 }
 

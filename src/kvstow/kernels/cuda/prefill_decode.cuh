@@ -13,18 +13,29 @@ template <int BITS>
 struct GroupCodes {
   u32 words[BITS];
 
+  // Several words at once where one of each lane would be up to eight in a bank.
   KVSTOW_INLINE GroupCodes(u32 at) {
-    KVSTOW_UNROLL
-    for (int i = 0; i < BITS; ++i) words[i] = load32(at + i * 4);
+    if constexpr (BITS % 4 == 0) {
+      KVSTOW_UNROLL
+      for (int i = 0; i < BITS; i += 4) load128(at + i * 4, words[i], words[i + 1], words[i + 2], words[i + 3]);
+    } else if constexpr (BITS == 2) {
+      load64(at, words[0], words[1]);
+    } else {
+      KVSTOW_UNROLL
+      for (int i = 0; i < BITS; ++i) words[i] = load32(at + i * 4);
+    }
   }
   // At least n bits from bit `from` on.
   KVSTOW_INLINE u32 bits(int from, int n) const {
     const int word = from / 32, shift = from % 32;
     return shift + n > 32 ? shift_pair(words[word], words[least(word + 1, BITS - 1)], shift) : words[word] >> shift;
   }
-  // 2^23 and the code i above it, as a float: no conversion is needed. Codes of 8 bits are signed, here plus 128.
-  KVSTOW_INLINE float above_2_23(int i) const {
-    if (BITS == 8) return __uint_as_float(pick_bytes(words[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7440 | i % 4));
+  // NO_CODE and the code i above it, as a float whose bits they are: no conversion is needed. Codes of 8 bits are
+  // signed, here plus 128, and go to its second byte: an offset takes NO_CODE out again without losing more than
+  // a 512th of a code. Others are taken from 2^23, and NO_CODE is to be subtracted first.
+  static constexpr float NO_CODE = BITS == 8 ? 32768.f + 128.f : 8388608.f;
+  KVSTOW_INLINE float above_no_code(int i) const {
+    if (BITS == 8) return __uint_as_float(pick_bytes(words[i / 4] ^ 0x80808080u, 0x47000000u, 0x7404 | (i % 4) << 4));
     return __uint_as_float(0x4B000000u | (bits(i * BITS, BITS) & ((1u << BITS) - 1)));
   }
 };
@@ -33,26 +44,32 @@ struct GroupCodes {
 template <class S>
 struct GroupSlot {
   u32 row;
-  int chunk, swizzle;
+  int first;                 // where its first quarter lies, a chunk
   KVSTOW_INLINE GroupSlot(int token, int group)
-      : row(token * S::ROW_BYTES), chunk(group * 4), swizzle(token & 7) {}
-  KVSTOW_INLINE u32 at(int i) const { return row + ((chunk + i) ^ swizzle) * 16; }  // a quarter of the group
+      : row(token * S::ROW_BYTES), first(S::place(group * 4) ^ (token & 7)) {}
+  KVSTOW_INLINE u32 at(int i) const { return row + (first ^ i) * 16; }  // a quarter of the group
 };
 
 template <class S>
 KVSTOW_INLINE void decode_keys(u32 stage, u32 keys, const GroupSlot<S>& slot) {
+  using Codes = GroupCodes<S::KEY_BITS>;
   const int lane = threadIdx.x & 31;
-  const GroupCodes<S::KEY_BITS> codes(stage + S::Ring::AT_KEYS + lane * S::KEY_BITS * 4);
+  const Codes codes(stage + S::Ring::AT_KEYS + lane * S::KEY_BITS * 4);
   const float scale = low_half(load16(stage + S::Ring::AT_KEY_SCALES + lane * 2));
-  const float offset = scale * low_half(load16(stage + S::Ring::AT_KEY_ZEROS + lane * 2));
-  constexpr float NO_CODE = S::KEY_BITS == 8 ? 8388608.f + 128.f : 8388608.f;
+  const float zero = low_half(load16(stage + S::Ring::AT_KEY_ZEROS + lane * 2));
+  constexpr bool SUBTRACTS = S::KEY_BITS != 8;
+  const float offset = SUBTRACTS ? scale * zero : fmaf(scale, -Codes::NO_CODE, scale * zero);
+  const auto key = [&](int i) {
+    const float code = codes.above_no_code(i);
+    return fmaf(SUBTRACTS ? code - Codes::NO_CODE : code, scale, offset);
+  };
   KVSTOW_UNROLL
   for (int i = 0; i < 4; ++i) {
     u32 pairs[4];
     KVSTOW_UNROLL
     for (int y = 0; y < 4; ++y) {
-      const float a = codes.above_2_23(8 * i + 2 * y) - NO_CODE, b = codes.above_2_23(8 * i + 2 * y + 1) - NO_CODE;
-      pairs[y] = finite_halves(two_halves(fmaf(a, scale, offset), fmaf(b, scale, offset)));
+      const int at = 8 * i + 2 * y;
+      pairs[y] = two_finite_halves(key(at), key(at + 1));
     }
     store128(keys + slot.at(i), pairs[0], pairs[1], pairs[2], pairs[3]);
   }

@@ -62,16 +62,15 @@ KVSTOW_INLINE u32 two_halves(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+// The same, brought within float16's finite range; NaN stays.
+KVSTOW_INLINE u32 two_finite_halves(float low, float high) {
+  u32 d;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
 KVSTOW_INLINE u32 multiply_halves(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-// Both halves brought within float16's finite range; NaN stays.
-KVSTOW_INLINE u32 finite_halves(u32 pair) {
-  u32 d;
-  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(pair), "r"(0x7BFF7BFFu));
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(d), "r"(0xFBFFFBFFu));
   return d;
 }
 KVSTOW_INLINE float exp2_approx(float x) {

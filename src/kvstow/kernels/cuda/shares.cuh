@@ -21,11 +21,12 @@ struct Split {
 };
 
 // The split of a block where the grid says which. Grid (n_splits, n_kv_heads * row_blocks, batch); false if this row
-// has fewer splits.
+// has fewer splits. It is found anew at each call, so that registers need not keep it.
 template <class S>
 KVSTOW_INLINE bool find_split(const DecodeArgs& args, Split& split) {
-  split.b = blockIdx.z, split.index = blockIdx.x;
-  split.head = blockIdx.y / args.row_blocks, split.row_block = blockIdx.y % args.row_blocks;
+  const u32 column = hidden(blockIdx.y);
+  split.b = hidden(blockIdx.z), split.index = hidden(blockIdx.x);
+  split.head = column / args.row_blocks, split.row_block = column % args.row_blocks;
   const BlockRows<S> rows(args, split.b, split.row_block);
   split.begin = rows.first_tile() + split.index * args.chunk, split.end = split.begin + args.chunk;
   split.n_splits = rows.splits(args);
