@@ -35,7 +35,7 @@ from kvstow.kernels import mlx as kernels  # noqa: E402
 from kvstow.kernels.calls import Scores  # noqa: E402
 from kvstow.scheme import Scheme, Turbo  # noqa: E402
 
-SHAPES = {64: (9, 3), 128: (32, 8)}  # head_dim: query heads, KV heads
+SHAPES = {64: (9, 3), 128: (32, 8), 256: (8, 4)}  # head_dim: query heads, KV heads
 TOLERANCE = {
     mx.float32: 1e-3 if codec.on_gpu() else 1e-5,
     mx.bfloat16: 1e-2,
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--queries", type=int, nargs="+", default=[256, 512, 2048])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=SHAPES, default=[*SHAPES])
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=SHAPES, default=[64, 128])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--scheme", default="turbo:k8v3")
     parser.add_argument("--rounds", type=int, default=5)

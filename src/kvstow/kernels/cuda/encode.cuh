@@ -7,15 +7,15 @@ namespace kvstow {
 constexpr int ENCODE_THREADS = 128;
 
 // What a block encodes, and which block of those it is. Keys wait for memory and values for instructions, so of a pair
-// of blocks one takes keys and the other one values; which of them changes, or a processor might get all of one kind. A
-// search takes all keys first, so that the table of one kind stays in the cache.
+// of blocks one takes keys and the other one values. A search takes all keys first, so that the table of one kind stays
+// in the cache.
 template <bool ALTERNATE>
 struct Part {
   bool is_key;
   u32 block;
   KVSTOW_INLINE Part() {
     const u32 at = blockIdx.x, half = gridDim.x / 2;
-    is_key = ALTERNATE ? ((at ^ at >> 7) & 1) == 0 : at < half;
+    is_key = ALTERNATE ? at % 2 == 0 : at < half;
     block = ALTERNATE ? at / 2 : at < half ? at : at - half;
   }
 };
