@@ -31,11 +31,6 @@ from kvstow.kernels.plan import MOST_STEP_TOKENS
 from kvstow.scheme import Turbo
 
 KERNEL = "kernel"
-# So many query tokens share one decoding of the window that it is faster than the kernel, which
-# decodes once for every 256 query rows (decision 13); up to so many bytes, in float16.
-MANY_QUERIES = 1024
-FEW_DECODED_BYTES = 1 << 28
-
 Planes = tuple[PackedKeys, PackedValues]
 
 
@@ -250,17 +245,9 @@ def _why_no_kernel(
         group = queries.shape[1] // window.keys.scales.shape[1]
         return _why_unchecked(_attend_task(*about, group, n_queries, *kind))
     task = _prefill_task(*about, *kind)
-    return _why_no_prompt(task, n_queries, window) or _why_unchecked(task)
-
-
-def _why_no_prompt(task: PrefillTask, n_queries: int, window: PackedWindow) -> str:
     if not has_kernel(task):
         return f"more than {MOST_STEP_TOKENS} query tokens"
-    b, h = window.keys.scales.shape[:2]
-    decoded_bytes = 4 * b * h * window.n_tokens * window.head_dim
-    if n_queries >= MANY_QUERIES and decoded_bytes <= FEW_DECODED_BYTES:
-        return "so many query tokens that decoding the window is faster"
-    return ""
+    return _why_unchecked(task)
 
 
 def _scored(scale: float, window: int, sinks: mx.array | None) -> kernels.Scores:

@@ -128,7 +128,8 @@ class DecodeKernel:
         sums = self.head_dim * self.row_quads  # an eighth of it, in registers
         if self.head_dim > 128 or sums > 256 or (self.widths == (8, 3) and sums == 128):
             return 8
-        return 16 if sums <= 128 and self.value_bits <= 3 else 12
+        few_bytes = self.value_bits <= 3 or self.key_bits == 2
+        return 16 if sums <= 128 and few_bytes else 12
 
     @property
     def widths(self) -> tuple[int, int]:
