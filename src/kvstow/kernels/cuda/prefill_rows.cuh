@@ -166,8 +166,12 @@ struct WarpRows {
           top[m][half] = fmaxf(top[m][half], fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
         outgrown |= (top[m][half] - reference[m][half]) * unit[m][half] > 2.f;
       }
-    if (__any_sync(WHOLE_WARP, outgrown)) KVSTOW_UNROLL
+    if (__any_sync(WHOLE_WARP, outgrown)) {
+      __syncwarp();  // the lanes of a row have read what is written now, and read it again later
+      KVSTOW_UNROLL
       for (int m = 0; m < M; ++m) refer_to(top[m], unit[m], m, known, reference[m]);
+      __syncwarp();
+    }
     KVSTOW_UNROLL
     for (int m = 0; m < M; ++m) KVSTOW_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -190,7 +194,7 @@ struct WarpRows {
       for (int o = 1; o < 4; o <<= 1) greatest = fmaxf(greatest, __shfl_xor_sync(WHOLE_WARP, greatest, o));
       shrink[half] = exp2_approx((reference[half] - finite(greatest)) * unit[half]);
       reference[half] = greatest;
-      store_float(known + row(m, half) + REFERENCE, greatest);
+      if ((threadIdx.x & 3) == 0) store_float(known + row(m, half) + REFERENCE, greatest);
       total[m][half] *= shrink[half];
     }
     KVSTOW_UNROLL
