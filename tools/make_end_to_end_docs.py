@@ -24,6 +24,7 @@ CELL = ("model", "dtype", "device", "longest", "batch", "tokens", "scheme")
 MODELS = {
     "llama8b": "A model of Llama 3.1 8B's shape",
     "gemma4b": "A model of the shape of Gemma 3 4B, of whose layers five in six see 1024 tokens,",
+    "smollm2.gguf": "SmolLM2-135M, with its own weights,",
 }
 PICTURES = {
     "decode_speed.svg": (draw_speed, "Decode speed against context, relative to no scheme"),
@@ -39,7 +40,12 @@ def recorded() -> list[Row]:
 
 
 def distinct(rows: Iterable[Row]) -> list[Row]:
-    return list({tuple(row[field] for field in CELL): row for row in rows}.values())
+    """The last row of each cell; the longest context is one, however long it is."""
+
+    def cell(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in CELL if name != "tokens" or not row["longest"])
+
+    return list({cell(row): row for row in rows}.values())
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
