@@ -115,6 +115,9 @@ def host_us(clock: Clock, shape: tuple[int, ...]) -> float | None:
 def check_close(output: Any, queries: Any, planes: Planes, scheme: Turbo) -> None:
     """Compare the first KV head with float64.
 
+    Values of noise all but cancel over a long context, and what rounding their centroids to float16
+    adds does not: so much of a value is allowed beside what is allowed of the output.
+
     Raises:
         SystemExit: If it is further off than rounding explains.
     """
@@ -125,9 +128,10 @@ def check_close(output: Any, queries: Any, planes: Planes, scheme: Turbo) -> Non
     keys, values = (torch.tensor(x).cuda().double() for x in (keys, values))
     rows = torch.tensor([keys.shape[2]], device="cuda"), torch.zeros(1, device="cuda")
     want = attention(queries[:1, :group], keys, values, rows)
-    error = float((output[:1, :group].double() - want).norm() / want.norm())
-    if not error <= TOLERANCE[dtype_of(queries)]:
-        raise SystemExit(f"{scheme} is off by {error}")
+    rounded = 2**-15 * float(values.square().mean().sqrt()) * want.numel() ** 0.5
+    error = float((output[:1, :group].double() - want).norm())
+    if not error <= TOLERANCE[dtype_of(queries)] * float(want.norm()) + rounded:
+        raise SystemExit(f"{scheme} is off by {error / float(want.norm())}")
 
 
 def planned(host: CudaHost) -> Iterator[AnyKernel]:

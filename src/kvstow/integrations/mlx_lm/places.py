@@ -24,7 +24,7 @@ def next_place(cache: Any, n_tokens: int) -> int | None:
     capacity = int(cache.keys.shape[2])
     if isinstance(cache, BatchKVCache):
         return int(cache._idx) if cache._idx + n_tokens <= capacity else None
-    if not isinstance(cache, Rotating) or n_tokens != 1 or getattr(cache, "_lengths", None):
+    if not isinstance(cache, Rotating) or n_tokens != 1:
         return None
     if capacity > cache.max_size or _appended(cache) >= capacity < cache.max_size:
         return None  # it shrinks, or grows
