@@ -92,7 +92,7 @@ def needed_bytes(model: Any, shape: ModelShape, schemes: Iterable[Scheme], cell:
     parameters: Any = tree_flatten(model.parameters())
     weights = sum(array.nbytes for _, array in parameters)
     of_rows = cell.batch * (cell.tokens + 2 * STEP_TOKENS)
-    layers = len(shape.of_kind("full", "plain"))
+    layers = max(1, len(shape.of_kind("full", "plain")))
     caches = [of_rows * bytes_per_token(shape, scheme) for scheme in schemes]
     decoded = of_rows * bytes_per_token(shape, Off()) if fused.why_no_device() else 0
     logits = 4 * cell.batch * shape.vocab_size * 4

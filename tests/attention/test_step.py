@@ -128,6 +128,18 @@ def test_a_plan_that_stores_a_token_is_for_layers_that_have_one_on_its_way(plann
     assert len(kernels.stored) == 1
 
 
+def test_a_token_that_the_query_does_not_see_is_stored_by_a_launch_of_its_own(planned, kernels):
+    trimmed, amid = layer(n_tokens=6, late=1), layer(n_tokens=9, late=5)
+    trimmed.n_tokens = 5  # behind the token on its way
+    amid.arrival.exact = tuple(x[:, :, :1] for x in amid.arrival.exact)
+    narrow = masks.remember(mx.ones((1, 9), mx.bool_), masks.Sight(1, 9, window=3))
+    for window, mask in ((trimmed, None), (amid, narrow)):
+        fused.attend(drawn((1, 2, 1, D)), window, scale=0.1, mask=mask)
+    assert planned == [{"stores": None}] * 2
+    assert kernels.stored == []
+    assert [place for _, place in kernels.appended] == [5, 4]
+
+
 def test_a_prompt_keeps_neither_plan_nor_mask(planned):
     n = fused.MOST_STEP_TOKENS + 1
     for _ in range(2):

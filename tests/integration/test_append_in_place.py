@@ -170,6 +170,26 @@ def test_tokens_in_the_place_of_trimmed_ones_wait_for_their_readers(stepped, ker
     assert not np.array_equal(np.array(got), np.array(output))
 
 
+def test_tokens_that_a_prompt_may_still_read_are_not_overwritten(kernels):
+    rng = np.random.default_rng(0)
+    both = Both(cache.FusedKVCache(Turbo(8, 3)), cache.DeferredKVCache(Turbo(8, 3)))
+    with deferred.installed():
+        both.append(drawn(rng, 5))
+        both.append(drawn(rng, 1))
+        outputs = []
+        for n in (12, 1):  # the second one in the place of a part of the first one
+            exact, (asked, _) = drawn(rng, n), drawn(rng, n)
+            kernels.forget()
+            windows = both.each(lambda layer, exact=exact: layer.update_and_fetch(*exact)[0])
+            outputs += [[fused.attend(asked, w, scale=0.1, mask="causal") for w in windows]]
+            both.each(lambda layer: layer.trim(6))
+            del windows
+    assert kernels.stored == kernels.appended == []
+    assert kernels.encoded == [((1, 2, 1, D), "turbo:k8v3")]
+    for got, want in outputs:
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-6)
+
+
 def test_tokens_that_others_may_read_are_not_overwritten_after_a_trim(stepped, kernels):
     layer, step = stepped
     had = layer.packed()

@@ -5,6 +5,7 @@ not wait for the readers of a token that it overwrites would change what they se
 """
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ mx = pytest.importorskip("mlx.core")
 deferred = pytest.importorskip("kvstow.integrations.mlx_lm.deferred")
 rotating = pytest.importorskip("kvstow.integrations.mlx_lm.rotating")
 fused = pytest.importorskip("kvstow.attention.fused")
+encode = pytest.importorskip("kvstow.integrations.mlx_lm.encode").encode
 window = pytest.importorskip("kvstow.attention.window")
 stand_in = pytest.importorskip("tests.kernels.stand_in")
 
@@ -196,6 +198,55 @@ def test_a_token_that_others_may_read_is_not_overwritten(stepped, kernels, name)
     step()
     assert places(kernels) == [5]
     del had
+
+
+def test_stored_rows_hold_a_token_that_was_on_its_way(stepped, kernels):
+    layer, step = stepped
+    exact = drawn(np.random.default_rng(3), 1), drawn(np.random.default_rng(4), 1)
+    layer.update_and_fetch(*exact)
+    (stored,) = layer.stored_rows()
+    ((shape, place),) = kernels.appended
+    assert shape == (1, H, 1, D)
+    for part, wanted in zip(stored, encode(SCHEME, *exact), strict=True):
+        np.testing.assert_array_equal(np.array(part.codes[:, :, place]), wanted.codes[:, :, 0])
+    step()
+    assert kernels.stored == []  # somebody may have these
+
+
+THREADS = {
+    "a step of a copy": lambda layer, step: step(copy.deepcopy(layer)),
+    "a chunk": lambda layer, step: step(layer, 3),
+    "a step": lambda layer, step: step(layer),
+    "positions": lambda layer, _: layer.offset,
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", THREADS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_another_thread_goes_on_with_a_cache_whose_outputs_are_computed(name, batch):
+    """What is not computed is bound to the stream of the thread that made it."""
+    rng = np.random.default_rng(0)
+
+    def step(layer, n=1):
+        exact = [mx.array(rng.standard_normal((batch, H, n, D)).astype(np.float32)) for _ in "kv"]
+        output, _ = attended(layer, exact, exact[0])
+        offset = layer.offset  # which a model asks for
+        return output + (offset if batch == 1 else offset[:, None, None, None])
+
+    def made():
+        rows = [rotating.FusedRotatingKVCache(SCHEME, SIZE) for _ in range(batch)]
+        for i, row in enumerate(rows):
+            n = SIZE + 9 * i
+            attended(row, (drawn(rng, n), drawn(rng, n)), drawn(rng, n))
+        layer = rows[0] if batch == 1 else type(rows[0]).merge(rows)
+        for _ in range(6):
+            mx.eval(step(layer))
+        return layer
+
+    with deferred.installed(), ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        layer = one.submit(made).result()
+        other.submit(lambda: mx.eval(THREADS[name](layer, step))).result()
 
 
 def test_a_step_that_overwrites_waits_for_each_layer_that_has_read(stepped, kernels):

@@ -36,6 +36,10 @@ class PackedWindow:
         if self.turns is not None:
             self.turns.lend(self)
 
+    def __copy__(self) -> "PackedWindow":
+        """Another one, which is lent like this one."""
+        return replace(self)
+
     def settled(self) -> "PackedWindow":
         """The window once it may be read by anyone; waits for that."""
         if self.turns is None:

@@ -62,7 +62,7 @@ def attend(
         tokens: How many of them are data, or the rows of a ragged batch.
         scheme: Widths that the planes were encoded with.
         scores: How the scores become weights.
-        after: What `append`, or a call that stores, returned for tokens that are to be seen.
+        after: What the last call on these planes returned, where it is to come before.
 
     Returns:
         ``(b, hq, l, d)`` in the dtype of the queries.
@@ -156,7 +156,7 @@ def append(
         position: Where in the capacity the first token comes to be.
         exact: Keys and values, as those of `encode`, of at least one token.
         scheme: Widths to encode with, and whether to search.
-        after: What this, or a call that stores, returned for tokens that are being written still.
+        after: What the last call on these planes returned, where it is to come before.
 
     Returns:
         An array that is there once the tokens are, these and those of `after`: whoever reads

@@ -68,7 +68,7 @@ class Planned(Protocol):
             planes: Whole planes ``(b, h, capacity, *)``.
             exact: Keys and values ``(b, h, 1, d)`` of the new token of each row, of the dtype of
                 the queries, where it is to be stored.
-            after: What `append` or this returned for tokens that are being stored still.
+            after: What the last call on these planes returned, where it is to come before.
             sinks: As `Scores.sinks`, where it was planned for some.
         """
 

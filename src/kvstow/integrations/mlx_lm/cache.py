@@ -98,8 +98,8 @@ class PackedKVCache(Single):
     def window(self) -> PackedWindow:
         """The stored planes, not decoded."""
         store, scheme = self._store, self.scheme
-        on_its_way = store.arrival, store.turns
-        return PackedWindow(*store.allocated(), store.offset, scheme, self.fused, *on_its_way)
+        readers = store.arrival, store.turns
+        return PackedWindow(*store.allocated(), store.offset, scheme, self.fused, *readers)
 
     @property
     def n_elements(self) -> int:

@@ -57,6 +57,8 @@ def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.a
     One launch at most, where arrays would be made anew and copied into the planes one by one.
     """
     n_tokens = keys.shape[2]
+    if not kernels.can_append():
+        return False
     planes = store.writable(n_tokens)
     if not planes or not kernels.can_encode_in_place(scheme, keys, values):
         return False

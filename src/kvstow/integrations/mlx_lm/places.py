@@ -2,14 +2,12 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, RotatingKVCache
 
 from kvstow.attention.window import ALIGNED_TOKENS
-
-Rotating = RotatingKVCache | BatchRotatingKVCache
 
 
 def held(cache: Any) -> int:
@@ -24,35 +22,26 @@ def next_place(cache: Any, n_tokens: int) -> int | None:
     capacity = int(cache.keys.shape[2])
     if isinstance(cache, BatchKVCache):
         return int(cache._idx) if cache._idx + n_tokens <= capacity else None
-    if not isinstance(cache, Rotating) or n_tokens != 1:
+    if not slides(cache) or n_tokens != 1:
         return None
     if capacity > cache.max_size or _appended(cache) >= capacity < cache.max_size:
         return None  # it shrinks, or grows
-    place = getattr(cache, "keep", 0) if cache._idx == cache.max_size else cache._idx
-    return int(place) if place < capacity else None
+    return int(getattr(cache, "keep", 0) if cache._idx == cache.max_size else cache._idx)
 
 
-def overwrites(cache: Any) -> bool:
-    """Whether new tokens take the place of others."""
-    return isinstance(cache, Rotating)
+def slides(cache: Any) -> bool:
+    """Whether tokens take the place of others, once its window is full."""
+    return isinstance(cache, RotatingKVCache | BatchRotatingKVCache)
 
 
-def count(caches: Sequence[Any], place: int, n_tokens: int) -> None:
-    """Count tokens that were written to the `next_place` of caches that are alike."""
-    first = caches[0]
-    if isinstance(first, BatchRotatingKVCache):
-        rotated = first.rotated or first._idx == first.max_size
-        left = first.left_padding - n_tokens if rotated else first.left_padding
-        # A model computes offsets in every step, and whatever they depend on.
-        offset = mx.depends(first.offset + n_tokens, left)
-        for cache in caches:
-            cache.left_padding, cache.offset = copy.copy(left), copy.copy(offset)
-            cache._offset += n_tokens
-            cache.rotated = rotated
-    for cache in caches:
-        cache._idx = place + n_tokens
-        if isinstance(cache, RotatingKVCache):
-            cache.offset += n_tokens
+def count(cache: Any, place: int, n_tokens: int) -> None:
+    """Count tokens that were written to the `next_place`, but for arrays: see `Behind`."""
+    if isinstance(cache, BatchRotatingKVCache):
+        cache.rotated |= cache._idx == cache.max_size
+        cache._offset += n_tokens
+    elif isinstance(cache, RotatingKVCache):
+        cache.offset += n_tokens
+    cache._idx = place + n_tokens
 
 
 def missing(cache: Any) -> int:
@@ -62,9 +51,46 @@ def missing(cache: Any) -> int:
     """
     capacity = int(cache.keys.shape[2])
     more = -capacity % ALIGNED_TOKENS
-    if isinstance(cache, Rotating):
-        return more if capacity + more <= cache.max_size else 0
-    return more if isinstance(cache, BatchKVCache) else 0
+    return 0 if slides(cache) and capacity + more > cache.max_size else more
+
+
+@dataclass(slots=True)
+class Behind:
+    """What arrays of a batch of sliding windows have not been counted yet.
+
+    A count that nobody computes is a graph that grows by every step, and one that is not
+    computed at once is bound to the thread that made it: arrays are made where they are asked for.
+
+    Attributes:
+        offset: To be added to offsets.
+        left: To be taken from left padding.
+    """
+
+    offset: int = 0
+    left: int = 0
+
+    def count(self, cache: Any, n_tokens: int) -> None:
+        """So many tokens were counted in a cache that is no array."""
+        if isinstance(cache, BatchRotatingKVCache):
+            self.offset += n_tokens
+            self.left += n_tokens if cache.rotated else 0
+
+    def made_up(self, cache: Any) -> Any:
+        """The cache, or one like it that is not behind, to be asked and not changed."""
+        if not self.offset:
+            return cache
+        twin = copy.copy(cache)
+        twin.offset, twin.left_padding = cache.offset + self.offset, cache.left_padding - self.left
+        return twin
+
+    def make_up(self, caches: Sequence[Any]) -> None:
+        """Have no array of caches that are alike be behind."""
+        if not self.offset:
+            return
+        now = self.made_up(caches[0])
+        for cache in caches:
+            cache.offset, cache.left_padding = copy.copy(now.offset), copy.copy(now.left_padding)
+        self.offset = self.left = 0
 
 
 def _appended(cache: Any) -> int:

@@ -36,11 +36,7 @@ from kvstow.store import OwnPlanes, Turns
 
 
 class Rows:
-    """Rows at one stage.
-
-    Args:
-        caches: mlx-lm's caches, all of one class and alike but for what a token is.
-    """
+    """Rows at one stage, in mlx-lm's caches: of one class, and alike but for what a token is."""
 
     def __init__(self, *caches: Any) -> None:
         self._caches = caches
@@ -53,8 +49,7 @@ class Rows:
     @property
     def offset(self) -> Any:
         """As the caches have it: a number, or one for each row."""
-        self._count_offsets()
-        return self._caches[0].offset
+        return self._now().offset
 
     @property
     def n_appended(self) -> int:
@@ -104,7 +99,7 @@ class Rows:
 
     def make_mask(self, n_tokens: int, **options: Any) -> Any:
         """See mlx-lm."""
-        return self._caches[0].make_mask(n_tokens, **options)
+        return self._now().make_mask(n_tokens, **options)
 
     def sight(self, n_tokens: int, window_size: int | None, least: int) -> Sight | None:
         """See `masks.of_rows`."""
@@ -136,6 +131,10 @@ class Rows:
     def copy(self) -> Self:
         """The same rows, which change apart from these."""
         return type(self)(*(holding(c, c.keys, c.values) for c in self.caches))
+
+    def _now(self) -> Any:
+        """The first of the caches, or one like it, to be asked about this moment."""
+        return self._caches[0]
 
     def _count_offsets(self) -> None:
         """Have offsets follow from where the rows end.
@@ -186,6 +185,7 @@ class PackedRows(Rows):
     def __init__(self, *caches: Any) -> None:
         super().__init__(*caches)
         self._own = OwnPlanes(mx)  # handles of what the caches hold, or none
+        self._behind = places.Behind()
         self._end = 0
 
     @property
@@ -220,13 +220,16 @@ class PackedRows(Rows):
         if own.is_shared or not own.arrays:
             return ()
         place = places.next_place(first, n_tokens)
-        if place is None or (places.overwrites(first) and not own.turns.may_overwrite):
+        if place is None or (places.slides(first) and not own.turns.may_overwrite):
             return ()
         self._end = place
         if not own.is_contiguous:
             own.make_contiguous()
-            for cache, (keys, others) in zip(self._caches, as_pairs(*own.pairs()), strict=True):
-                cache.keys, cache.values = copy.copy(keys), copy.copy(others)
+            # As they are: what is made of them now would be bound to this thread. See `_let_go`.
+            codes, scales, zeros, value_codes, value_scales = map(copy.copy, own.arrays)
+            _, second, last = self._caches
+            first.keys, first.values = codes, value_codes
+            second.keys, second.values, last.keys = scales, zeros, value_scales
         return own.arrays
 
     @property
@@ -248,7 +251,9 @@ class PackedRows(Rows):
     def expect(self, n_tokens: int, arrival: Arrival) -> None:
         """See `PackedStore.expect`."""
         self._own.arrival = arrival
-        places.count(self._caches, arrival.position, n_tokens)
+        for cache in self._caches:
+            places.count(cache, arrival.position, n_tokens)
+        self._behind.count(self._caches[0], n_tokens)
 
     def align(self) -> None:
         """Make room for a multiple of tokens, which kernels want and would copy planes for.
@@ -275,10 +280,18 @@ class PackedRows(Rows):
         n_tokens = places.held(self._caches[0])
         return PackedWindow(*own.pairs(), n_tokens, scheme, fused, own.arrival, own.turns)
 
+    def _now(self) -> Any:
+        self._count_offsets()
+        return self._behind.made_up(self._caches[0])
+
     def _let_go(self) -> None:
-        """Have the caches alone hold what is stored, all of it there."""
+        """Have the caches alone hold what is stored, all of it there, as mlx-lm would."""
         self._own.settle()
         self._own.put((), shared=True)
+        self._behind.make_up(self._caches)
+        first = self._caches[0]
+        if first.keys is not None and first.keys.dtype == mx.int8:
+            first.keys = first.keys.view(mx.uint8)
 
     @property
     def n_elements(self) -> int:
