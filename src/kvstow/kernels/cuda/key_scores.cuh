@@ -66,15 +66,15 @@ struct KeyReader {
     return tens + upper * 7;                               // bits 5..9 of each move up by three
   }
 
-  // Lane t's eight codes are the two bytes 2t, 2t + 1 of the group's eight.
+  // Lane t's eight codes are the two bytes 2t, 2t + 1 of the group's eight. Codes 0, 4, 1, 5 become four bytes, and so do
+  // 2, 6, 3, 7: two of either are in place, the others 14 bits further down, and what is between is masked.
   KVSTOW_INLINE static void read2(u32 at, u32 (&a)[4]) {
-    u32 fours[2];  // a byte has an even code in bits 0, 1 and an odd one in bits 2, 3
     KVSTOW_UNROLL
     for (int e = 0; e < 2; ++e) {
-      const u32 apart = pick_bytes(load16(at + e * 8 * S::KEY_ROW), 0, 0x4140);
-      fours[e] = apart | apart << 4;
+      const u32 both = load16(at + e * 8 * S::KEY_ROW);
+      a[e] = (both | both << 14) & 0x03030303u;
+      a[2 + e] = (both >> 4 | both << 10) & 0x03030303u;
     }
-    spread(fours[0], fours[1], a, 2, 0x03030303u);
   }
 };
 

@@ -12,6 +12,7 @@ template <int KEY_BITS>
 KVSTOW_INLINE int operand_byte(int element) {
   if (KEY_BITS == 8) return element % 16 / 4 * 8 + element / 16 * 4 + element % 4;
   if (KEY_BITS == 5) return element;
+  if (KEY_BITS == 2) return element / 8 * 8 + element % 4 / 2 * 4 + element % 2 * 2 + element % 8 / 4;
   return element / 8 * 8 + element % 2 * 4 + element % 8 / 2;  // even elements, then odd ones
 }
 
