@@ -296,6 +296,18 @@ def test_a_draft_is_verified_by_the_kernel(kernels):
     assert {call.shape[2] for call in kernels.attended} >= {1, 4}
 
 
+def test_drafts_are_stored_in_place_though_some_are_trimmed(kernels):
+    model = speculating.talking()
+    for _ in range(2):  # the first time with self-checks
+        kernels.forget()
+        got = speculating.drafted(model, copy.deepcopy(model), "turbo:k8v8", 3, "fused")
+    assert sum(not drafted for drafted in got.from_draft) > 2  # else nothing was trimmed
+    encoded = [shape[2] for shape, _ in kernels.encoded]
+    # The prompt and the first step, of two layers of the draft and of the model.
+    assert encoded == [speculating.PROMPT_TOKENS - 1] * 4 + [1] * 2 + [4] * 2
+    assert len(kernels.appended) + len(kernels.stored) > 40
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_saved_cache_goes_on_by_the_kernels(kernels, tmp_path, name):
     model = build(name)
