@@ -63,6 +63,7 @@ class OwnPlanes:
         arrays: The planes, or ``()``. They are replaced and never changed: MLX updates an array
             object in place, and others have these.
         is_shared: Whether others may have handles of the memory.
+        is_contiguous: Whether the planes are, as far as known.
         turns: Of those who read it.
         arrival: Tokens that are on their way into the memory, of which the array library knows
             nothing; it has `wait`. None: there are none.
@@ -93,7 +94,7 @@ class OwnPlanes:
         return int(self.arrays[0].shape[2]) if self.arrays else 0
 
     def put(self, arrays: Iterable[Any], *, shared: bool) -> None:
-        """Take other planes, which nobody has read; nothing may be on its way into these."""
+        """Take other planes, which nobody has read; into the old ones nothing may be on its way."""
         self.arrays, self._pairs = tuple(arrays), None
         self.is_shared, self.is_contiguous = shared, False
         self.turns = Turns()
@@ -121,7 +122,8 @@ class PackedStore:
 
     Args:
         xp: The array namespace of the planes (``numpy``, ``mlx.core``, ...), which
-            has ``zeros`` and ``concatenate``.
+            has ``zeros`` and ``concatenate``, and ``contiguous`` where planes are asked to be
+            `writable`.
     """
 
     def __init__(self, xp: Any) -> None:
@@ -227,7 +229,7 @@ class PackedStore:
         return n_tokens
 
     def window(self) -> tuple[PackedKeys, PackedValues]:
-        """The stored tokens, ``(b, h, offset, *)``."""
+        """The stored tokens, ``(b, h, offset, *)``; who reads them is a stranger, see `Turns`."""
         self._own.settle()
         self._own.turns.has_strangers = True
         return _pairs(plane[:, :, : self.offset] for plane in self._own.arrays)
@@ -235,7 +237,7 @@ class PackedStore:
     def allocated(self) -> tuple[PackedKeys, PackedValues]:
         """The whole planes, ``(b, h, capacity, *)``, to read the tokens stored from.
 
-        Not before the `arrival` is there.
+        Not before the `arrival` is there; and who is no kernel has to say so in `turns`.
         """
         return self._own.pairs()
 

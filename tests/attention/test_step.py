@@ -178,8 +178,20 @@ def test_layers_with_sinks_share_a_plan_and_not_their_sinks(planned, monkeypatch
     assert all(got is sinks for got, sinks in zip(given, several, strict=True))
 
 
-def test_a_step_that_is_deferred_is_planned_again_in_the_next_layer(planned):
+def test_a_layer_that_is_deferred_leaves_the_plan_of_others(planned, kernels):
     queries, mask = drawn((1, 2, 1, D)), mx.ones((1, 5), mx.bool_)  # says what nobody knows
     for given in (None, mask, None):
         fused.attend(queries, layer(), scale=0.1, mask=given)
+    assert len(planned) == 1
+    assert len(kernels.attended) == 2
+
+
+def test_a_plan_that_cannot_be_called_is_not_kept(planned, kernels):
+    queries = drawn((1, 2, 1, D))
+    fused.attend(queries, layer(), scale=0.1)
+    kernels.error = RuntimeError("no launch")
+    with pytest.warns(UserWarning, match="could not be called"):
+        fused.attend(queries, layer(), scale=0.1)
+    kernels.error = None
+    fused.attend(queries, layer(), scale=0.1)
     assert len(planned) == 2

@@ -26,7 +26,7 @@ class Arrival:
 
     Attributes:
         position: As given.
-        exact: Keys and values, as long as nobody has encoded them.
+        exact: Keys and values; None: somebody has encoded them.
     """
 
     __slots__ = ("_planes", "_scheme", "_turns", "exact", "position")
@@ -51,9 +51,9 @@ class Arrival:
         there: mx.array = self._turns.last
         return there
 
-    def encoded(self, there: mx.array) -> None:
-        """Somebody encodes the tokens: they are there once `there` is."""
-        self._turns.last = there
+    def encoded(self, done: mx.array) -> None:
+        """Somebody encodes the tokens: they are there once `done` is."""
+        self._turns.last = done
         self.exact = None
         self._planes = ()
 

@@ -114,11 +114,10 @@ def attend(
         try:
             output = taken.run(queries, window.aligned(ALIGNED_TOKENS), sinks)
         except Exception as error:
-            taken = _uncallable(error)
+            taken, _last.steps = _uncallable(error), ()
         else:
             _count(KERNEL)
             return output
-    _last.steps = ()
     _count(taken)
     return attend_deferred(queries, window.settled(), scale=scale, mask=mask, sinks=sinks)
 
@@ -145,9 +144,9 @@ def _planned(
     except Exception as error:
         return _uncallable(error)
     is_step = queries.shape[2] <= MOST_STEP_TOKENS
-    kind = call.stores is not None, is_step  # a prompt's output is too large to be kept for long
+    kind = call.stores is not None, is_step
     step = Step(planned, *kind, likeness(queries, window), scale, mask, shape(sinks))
-    if is_step:  # and so may its mask be
+    if is_step:  # a prompt's mask may be large
         _last.keep(step)
     return step
 
@@ -171,7 +170,7 @@ def encode(scheme: Turbo, keys: mx.array, values: mx.array) -> Planes | None:
 
 
 def can_encode_in_place(scheme: Turbo, keys: mx.array, values: mx.array) -> bool:
-    """Whether kernels can encode both into the memory of planes, see `arrival`."""
+    """Whether kernels can encode both into the memory of planes, where they `can_append`."""
     return _can_encode(scheme, keys, values, append=True)
 
 
@@ -181,8 +180,6 @@ def _can_encode(scheme: Turbo, keys: mx.array, values: mx.array, *, append: bool
     alike = append, scheme, keys.shape, keys.dtype, values.shape, values.dtype
     if alike in _last.encoded:  # by the layer before
         return True
-    if append and not kernels.can_append():
-        return False
     if not _are_alike(keys, values) or _why_not_encoded(scheme, keys, append):
         return False
     _last.encoded = (alike, *_last.encoded[:1])

@@ -23,7 +23,8 @@ class Step:
     Attributes:
         call: Launches the kernel.
         stores: Whether it stores the token of each row that nobody has encoded yet.
-        follows: Whether the next kernel follows it; else it reads as a stranger, see `Turns`.
+        follows: Whether the next kernel waits for it; a prompt's output is too large to be kept
+            until then, so it reads as a stranger, see `Turns`.
         like: The `likeness` of the layer.
         scale: Of the scores.
         mask: The mask itself.
@@ -62,7 +63,7 @@ class Last(threading.local):
 
     Attributes:
         steps: The last two that were planned: layers may be of two kinds, and take turns.
-        encoded: The last two kinds of keys and values that could be.
+        encoded: The last two kinds of keys and values that kernels were found to encode.
     """
 
     steps: tuple[Step, ...] = ()

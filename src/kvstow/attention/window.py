@@ -50,7 +50,10 @@ class PackedWindow:
         return replace(self, arrival=None, turns=None)
 
     def aligned(self, multiple: int) -> "PackedWindow":
-        """With room for a multiple of tokens in its planes; nobody reads what is added."""
+        """With room for a multiple of tokens in its planes: itself, or a copy, once it may be read.
+
+        Nobody reads what is added.
+        """
         if not (more := -int(self.keys.scales.shape[2]) % multiple):
             return self
         pad, there = [(0, 0), (0, 0), (0, more), (0, 0)], self.settled()

@@ -54,7 +54,8 @@ def encode(
 def append_in_place(scheme: Turbo, store: Writable, keys: mx.array, values: mx.array) -> bool:
     """Have ``(b, h, t, d)`` encoded straight into a store's planes, where a kernel can; else False.
 
-    One launch at most, where arrays would be made anew and copied into the planes one by one.
+    One launch at most, where arrays would be made anew and copied into the planes one by one. Not
+    in planes that others may have or read, nor several tokens in a sliding window.
     """
     n_tokens = keys.shape[2]
     if not kernels.can_append():

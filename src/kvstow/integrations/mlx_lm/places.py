@@ -35,7 +35,10 @@ def slides(cache: Any) -> bool:
 
 
 def count(cache: Any, place: int, n_tokens: int) -> None:
-    """Count tokens that were written to the `next_place`, but for arrays: see `Behind`."""
+    """Count tokens that were written to the `next_place`, in numbers.
+
+    Arrays of sliding batches are `Behind`; those of other batches follow from the numbers.
+    """
     if isinstance(cache, BatchRotatingKVCache):
         cache.rotated |= cache._idx == cache.max_size
         cache._offset += n_tokens
@@ -70,7 +73,7 @@ class Behind:
     left: int = 0
 
     def count(self, cache: Any, n_tokens: int) -> None:
-        """So many tokens were counted in a cache that is no array."""
+        """So many tokens were counted in a cache's numbers, and not in its arrays."""
         if isinstance(cache, BatchRotatingKVCache):
             self.offset += n_tokens
             self.left += n_tokens if cache.rotated else 0
@@ -84,7 +87,7 @@ class Behind:
         return twin
 
     def make_up(self, caches: Sequence[Any]) -> None:
-        """Have no array of caches that are alike be behind."""
+        """Bring the arrays of all caches, which are alike, up to date."""
         if not self.offset:
             return
         now = self.made_up(caches[0])

@@ -53,7 +53,7 @@ class Rows:
 
     @property
     def n_appended(self) -> int:
-        """Tokens of a single row, those included that were forgotten; asked in every layer."""
+        """Tokens of one request's row, those included that were forgotten; asked in each layer."""
         return int(self._caches[0].offset)
 
     @property
@@ -266,7 +266,7 @@ class PackedRows(Rows):
                 cache.keys, cache.values = mx.pad(cache.keys, pad), mx.pad(cache.values, pad)
 
     def planes(self, scheme: Turbo) -> tuple[PackedKeys, PackedValues]:
-        """The whole planes, ``(b, h, capacity, *)``, for good."""
+        """The whole planes, ``(b, h, capacity, *)``, into which nobody writes any more."""
         pairs = [tuple(map(copy.copy, (c.keys, c.values))) for c in self.caches]
         return as_planes(pairs, scheme)
 

@@ -5,7 +5,7 @@
 // are read from the cache packed, and nothing is decoded to global memory.
 //
 //   copy      a tile's packed bytes, each warp its own tokens                 tile_ring.cuh
-//   decode    the tile after next, each warp its own tokens, to float16       prefill_decode.cuh
+//   decode    the next tile, each warp its own tokens, to float16       prefill_decode.cuh
 //   attend    to this tile, each warp its own 16 or 32 query rows             prefill_rows.cuh
 //   write     what their sums are, un-rotated                                 prefill_output.cuh
 //

@@ -1,4 +1,5 @@
-// The query rows of a warp: their scores, their softmax, their sums. All but some queries stays in registers.
+// The query rows of a warp: their scores, their softmax, their sums. Scores and sums stay in registers, and queries as far
+// as there is room; what is known of a row lies in shared memory.
 //
 // Query rows are the rows of the matrix products (FlashAttention-2, Dao 2023), sixteen to a row tile: lane
 // 4g + t has rows g and g + 8 of each, and of each eight columns 2t and 2t + 1. What a score's columns are tokens
