@@ -279,3 +279,6 @@ def test_the_demo_model_is_priced_as_it_will_be_loaded():
     assert report(half)["schemes"][0]["bytes_per_token"] == 30 * 3 * 100
     assert report(half)["weight_bytes"] == 2 * 134_515_008
     assert report(single)["weight_bytes"] == 4 * 134_515_008
+    on_gpu = report(single)["device"] == "gpu"
+    unasked = report(CliRunner().invoke(main, options[:-1]))
+    assert unasked["weight_bytes"] == (2 if on_gpu else 4) * 134_515_008

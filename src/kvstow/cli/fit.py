@@ -14,6 +14,8 @@ from kvstow.errors import PolicyError, UnsupportedModel
 from kvstow.integrations import attached
 from kvstow.integrations.report import fetch_of
 from kvstow.models import read_config, skeleton
+from kvstow.models.load import default_dtype
+from kvstow.models.locate import locate
 from kvstow.policy import Policy
 from kvstow.require import require
 from kvstow.scheme import Off, Scheme
@@ -38,7 +40,8 @@ SCHEMES = (
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPE_BYTES)),
-    help="Of weights and activations when loaded.  [default: as stored; bfloat16 for GGUF files]",
+    help="Of weights and activations when loaded.  [default: as stored; for GGUF files float32 "
+    "on CPU, bfloat16 elsewhere]",
 )
 @as_json
 def fit(
@@ -66,7 +69,8 @@ def fit(
     the attention scores of those tokens.
     """
     config = read_config(model)
-    bare = skeleton(config.config, dtype)  # first: it says what to install if mlx-lm is missing
+    # First: it says what to install if mlx-lm is missing.
+    bare = skeleton(config.config, dtype or default_dtype(locate(model)))
     adapter = require("kvstow.integrations.mlx_lm")
     shape: ModelShape = adapter.read_shape(bare, config.context_length)
     weight_bytes = config.weight_bytes
