@@ -17,16 +17,22 @@ def held(cache: Any) -> int:
     return min(_appended(cache), int(cache.keys.shape[2]))
 
 
-def next_place(cache: Any, n_tokens: int) -> int | None:
-    """Where so many tokens of the next append come to be; None where arrays are made anew."""
+def end(cache: Any) -> int:
+    """Where the next token comes to be, if there `has_room`."""
+    if slides(cache) and cache._idx == cache.max_size:
+        return int(getattr(cache, "keep", 0))
+    return int(cache._idx)
+
+
+def has_room(cache: Any, n_tokens: int) -> bool:
+    """Whether so many tokens come to be in the arrays as they are, behind each other."""
     capacity = int(cache.keys.shape[2])
     if isinstance(cache, BatchKVCache):
-        return int(cache._idx) if cache._idx + n_tokens <= capacity else None
+        return bool(cache._idx + n_tokens <= capacity)
     if not slides(cache) or n_tokens != 1:
-        return None
-    if capacity > cache.max_size or _appended(cache) >= capacity < cache.max_size:
-        return None  # it shrinks, or grows
-    return int(getattr(cache, "keep", 0) if cache._idx == cache.max_size else cache._idx)
+        return False
+    shrinks, grows = capacity > cache.max_size, _appended(cache) >= capacity < cache.max_size
+    return not shrinks and not grows
 
 
 def slides(cache: Any) -> bool:
@@ -35,7 +41,7 @@ def slides(cache: Any) -> bool:
 
 
 def count(cache: Any, place: int, n_tokens: int) -> None:
-    """Count tokens that were written to the `next_place`, in numbers.
+    """Count tokens that were written from `place` on, in numbers.
 
     Arrays of sliding batches are `Behind`; those of other batches follow from the numbers.
     """

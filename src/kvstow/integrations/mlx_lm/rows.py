@@ -186,7 +186,6 @@ class PackedRows(Rows):
         super().__init__(*caches)
         self._own = OwnPlanes(mx)  # handles of what the caches hold, or none
         self._behind = places.Behind()
-        self._end = 0
 
     @property
     def caches(self) -> tuple[Any, ...]:
@@ -219,10 +218,10 @@ class PackedRows(Rows):
         own, first = self._own, self._caches[0]
         if own.is_shared or not own.arrays:
             return ()
-        place = places.next_place(first, n_tokens)
-        if place is None or (places.slides(first) and not own.turns.may_overwrite):
+        if not places.has_room(first, n_tokens):
             return ()
-        self._end = place
+        if places.slides(first) and not own.turns.may_overwrite:
+            return ()
         if not own.is_contiguous:
             own.make_contiguous()
             # As they are: what is made of them now would be bound to this thread. See `_let_go`.
@@ -235,7 +234,7 @@ class PackedRows(Rows):
     @property
     def end(self) -> int:
         """Where in the capacity tokens come to be that are `writable`."""
-        return self._end
+        return places.end(self._caches[0])
 
     @property
     def turns(self) -> Turns:

@@ -83,6 +83,7 @@ KVSTOW_INLINE u16 to_float16(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
 }
+KVSTOW_INLINE float from_float16(u16 h) { return low_half(h); }
 KVSTOW_INLINE u16 to_float16_above(float x) {  // rounds up
   u16 h;
   asm("cvt.rp.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
@@ -104,7 +105,6 @@ KVSTOW_INLINE float most_or_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
   return d;
 }
-KVSTOW_INLINE float from_float16(u16 h) { return low_half(h); }
 // The same of pairs of 16-bit elements.
 template <Dtype T>
 KVSTOW_INLINE u32 least_pair_or_nan(u32 a, u32 b) {
