@@ -231,12 +231,12 @@ def _prepare(
     (b, hq, n_queries, d), (h, capacity), n_tokens = sizes
     ragged, stores, with_sinks, window, scale = options
     check_tokens(n_tokens, capacity)
-    kind = {"ragged": ragged, "stores": stores is not None}
-    shape = Shape(b, hq, h, n_queries, d, n_tokens, **kind)
+    shape = Shape(b, hq, h, n_queries, d, n_tokens, ragged=ragged, stores=stores is not None)
     plan = plan_attention(shape, widths, dtype, device())
     n_rows = b * hq * n_queries if plan.writes_parts else 1
-    fixed = {"capacity": capacity, "window": window}
-    counts = decode_counts(shape, plan, **fixed, scale=scale, stored=stores)
+    counts = decode_counts(
+        shape, plan, capacity=capacity, window=window, scale=scale, stored=stores
+    )
     return _Prepared(
         kernel=decode_callable(plan.kernel, ragged, with_sinks),
         launch={
