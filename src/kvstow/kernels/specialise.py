@@ -25,15 +25,11 @@ MOST_ROW_QUADS = {64: 8, 128: 8, 256: 4, 512: 2}
 # Warps, stages of each warp's ring and tokens of a tile, the best first; the first is taken
 # that registers (`most_warps`) and shared memory allow.
 LAUNCHES = (
-    (16, 3, 32),
     (16, 2, 32),
     (12, 2, 32),
-    (8, 3, 32),
     (8, 2, 32),
-    (8, 3, 16),
     (8, 2, 16),
     (4, 2, 32),
-    (4, 3, 16),
     (4, 2, 16),
     (2, 2, 16),
     (1, 2, 16),
@@ -105,7 +101,7 @@ class DecodeKernel:
         token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
         stage = _round_up(self.tile * token, 128)
         rows = self.rows * (2 * self.head_dim + 4 * groups + 4)
-        queries = _round_up(rows + 32 * self.warps + 4, 128)
+        queries = _round_up(rows + 48 * self.warps + 4, 128)
         table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
         return queries + table + self.warps * max(self.stages * stage, merge)

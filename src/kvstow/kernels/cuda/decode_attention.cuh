@@ -70,84 +70,102 @@ struct OnlineSoftmax {
   KVSTOW_INLINE float reference(int i) const { return base[i] == NO_SCORE ? minus_infinity() : base[i] + WEIGHT_LOG2; }
 };
 
-// The tokens of one split, for the rows of one block.
-template <class S, Dtype T, bool STORES>
-KVSTOW_INLINE void decode_split(const DecodeArgs& args, char* shared_bytes, Share<S>& share, Split& split) {
-  const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
-  const BlockRows<S> rows(args, split.b, split.row_block);
-  const int begin = most(split.begin, rows.first_tile()), end = least(split.end, rows.any_high);
-  if (begin >= end) return write_empty_split(args, rows, split);
-
-  const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
-  if (args.lengths) share.keep(shared, split);
-  const u64 plane_row = (u64)split.b * args.n_kv_heads + split.head;
-  const int tile0 = begin + warp * S::TILE;
-  if (STORES) {
-    const int token = args.stored < 0 ? rows.any_high - 1 : args.stored;
-    if (most(begin, rows.any_low) <= token && token < end && (token - begin) / S::TILE % S::WARPS == warp)
-      store_token<S, T>(args, split.b, split.head, token);
-  }
-  const LoadedRows<S, T> loaded(args, rows, split.b, split.head);
-  const u32 own_ring = rings + warp * (S::STAGES * S::STAGE_BYTES);
-  TileRing<S> ring(args, plane_row, own_ring, tile0, rows.any_low, rows.any_high, end);
-
-  loaded.write(args, shared);
-  using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
-  Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
-  __syncthreads();
-  const Queries<S> queries(shared);
-  const KeyReader<S> keys;
-  const ValueReader<S> value_reader;
-  const Centroids centroids(args, shared + S::AT_TABLE);
-  OnlineSoftmax<S> softmax;
-  ValueSums<S> values;
-
-  u32 stage = ring.last;
-  KVSTOW_ROLLED
-  for (int tile = tile0; tile < end; tile += S::STEP) {
-    ring.advance();
-    stage = ring.after(stage);
-    float scores[S::SUBTILES][2][S::ROW_QUADS];  // of tokens 16 sub + 8e + g and rows 4i + t
-    KVSTOW_UNROLL
-    for (int sub = 0; sub < S::SUBTILES; ++sub) score_subtile(queries, keys, stage, sub, scores[sub]);
-
-    const bool whole = rows.all_low <= tile && tile + S::TILE <= rows.all_high;
-    if (!whole) {
-      KVSTOW_UNROLL
-      for (int i = 0; i < S::ROW_QUADS; ++i) {
-        const int high = rows.high_of(args, i * 4 + t), low = rows.low(args, high);
-        KVSTOW_UNROLL
-        for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            const int token = tile + sub * 16 + e * 8 + g;
-            if (token < low || token >= high) scores[sub][e][i] = minus_infinity();
-          }
-      }
-    }
-    softmax.take(scores, queries, values);
-    KVSTOW_UNROLL
-    for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, centroids, stage, sub, scores[sub]);
-  }
-  float reference[S::ROW_QUADS];
-  KVSTOW_UNROLL
-  for (int i = 0; i < S::ROW_QUADS; ++i) reference[i] = softmax.reference(i);
-  if (args.lengths) share.recall(shared_address(shared_bytes), split);
-  merge_warps(args, BlockRows<S>(args, split.b, split.row_block), rings, values, reference, softmax.total, split);
-}
-
 // Grid of shares where rows have lengths, else of splits; blocks of WARPS * 32 threads with SHARED_BYTES.
 // With STORES there is one query token, and a token of each row is stored before it is read.
 template <class S, Dtype T, bool STORES>
-KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared) {
-  Split split;
+KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) {
+  using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
+  const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
+  const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
+  TileRing<S> ring(rings + warp * (S::STAGES * S::STAGE_BYTES));
+  LoadedRows<S, T> loaded;
+  OnlineSoftmax<S> softmax;
+  ValueSums<S> values;
   Share<S> share;
+  Split next;
   if (args.lengths) share.find(args);
-  do {
-    if (!(args.lengths ? share.next(args, split) : find_split<S>(args, split))) return;
-    decode_split<S, T, STORES>(args, shared, share, split);
-    // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
-    finish<S, T>(args, split, (volatile int*)(shared + S::AT_LAST));
-  } while (args.lengths);
+  bool more = args.lengths ? share.next(args, next) : find_split<S>(args, next), begun = false;
+  if (!more) return;
+
+  // What a warp copies and asks for of the next split.
+  const auto start_next = [&]() {
+    const BlockRows<S> rows(args, next.b, next.row_block);
+    const int begin = most(next.begin, rows.first_tile()), end = least(next.end, rows.any_high);
+    if (STORES) {
+      const int token = args.stored < 0 ? rows.any_high - 1 : args.stored;
+      if (most(begin, rows.any_low) <= token && token < end && (token - begin) / S::TILE % S::WARPS == warp)
+        store_token<S, T>(args, next.b, next.head, token);
+    }
+    loaded.load(args, rows, next.b, next.head);
+    const u64 plane_row = (u64)next.b * args.n_kv_heads + next.head;
+    ring.start(args, plane_row, begin + warp * S::TILE, rows.any_low, rows.any_high, end);
+  };
+
+  KVSTOW_ROLLED
+  for (;;) {
+    // Behind a split, the next one is on its way while this one is merged.
+    if (S::MERGES_IN_STAGE && more) start_next();
+    if (begun) {
+      Split split;
+      float reference[S::ROW_QUADS];
+      KVSTOW_UNROLL
+      for (int i = 0; i < S::ROW_QUADS; ++i) reference[i] = softmax.reference(i);
+      split.recall<S>(shared);
+      merge_warps(args, BlockRows<S>(args, split.b, split.row_block), rings, values, reference, softmax.total, split);
+      // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
+      finish<S, T>(args, split, (volatile int*)(shared_bytes + S::AT_LAST));
+      if (!more) return;
+    } else {
+      Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
+    }
+    if (!S::MERGES_IN_STAGE) start_next();
+    loaded.write(args, shared);
+    share.keep(shared);
+    next.keep<S>(shared);
+    __syncthreads();
+
+    {
+      const BlockRows<S> rows(args, next.b, next.row_block);
+      const int begin = most(next.begin, rows.first_tile()), end = least(next.end, rows.any_high);
+      const Queries<S> queries(shared);
+      const KeyReader<S> keys;
+      const ValueReader<S> value_reader;
+      const Centroids centroids(args, shared + S::AT_TABLE);
+      softmax = OnlineSoftmax<S>();
+      values = ValueSums<S>();
+      u32 stage = ring.last;
+      KVSTOW_ROLLED
+      for (int tile = begin + warp * S::TILE; tile < end; tile += S::STEP) {
+        ring.advance();
+        stage = ring.after(stage);
+        float scores[S::SUBTILES][2][S::ROW_QUADS];  // of tokens 16 sub + 8e + g and rows 4i + t
+        KVSTOW_UNROLL
+        for (int sub = 0; sub < S::SUBTILES; ++sub) score_subtile(queries, keys, stage, sub, scores[sub]);
+
+        const bool whole = rows.all_low <= tile && tile + S::TILE <= rows.all_high;
+        if (!whole) {
+          KVSTOW_UNROLL
+          for (int i = 0; i < S::ROW_QUADS; ++i) {
+            const int high = rows.high_of(args, i * 4 + t), low = rows.low(args, high);
+            KVSTOW_UNROLL
+            for (int sub = 0; sub < S::SUBTILES; ++sub) KVSTOW_UNROLL
+              for (int e = 0; e < 2; ++e) {
+                const int token = tile + sub * 16 + e * 8 + g;
+                if (token < low || token >= high) scores[sub][e][i] = minus_infinity();
+              }
+          }
+        }
+        softmax.take(scores, queries, values);
+        KVSTOW_UNROLL
+        for (int sub = 0; sub < S::SUBTILES; ++sub) values.add(value_reader, centroids, stage, sub, scores[sub]);
+      }
+    }
+    more = false, begun = true;
+    if (args.lengths) {
+      share.recall(shared);
+      more = share.next(args, next);
+    }
+  }
 }
 
 }  // namespace kvstow

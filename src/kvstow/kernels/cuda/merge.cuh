@@ -8,30 +8,26 @@
 #include "value_sums.cuh"
 namespace kvstow {
 
-// The split of a block that saw no token: its weights say that there are no sums.
-template <class S>
-KVSTOW_INLINE void write_empty_split(const DecodeArgs& args, const BlockRows<S>& rows, const Split& split) {
-  for (int r = thread_index(); r < rows.rows; r += S::WARPS * 32) {
-    float* weight = args.weights + (rows.index(args, split.b, split.head, r) * args.n_splits + split.index) * 2;
-    weight[0] = minus_infinity();
-    weight[1] = 0.f;
-  }
-}
-
-// Merges the warps of a block, through the memory of their rings.
+// Merges the warps of a block, through the memory of their rings: of the stage that each does not use yet, or of all.
 //   reference[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
 template <class S>
 KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 ring,
                                const ValueSums<S>& values, const float (&reference)[S::ROW_QUADS],
                                float (&weight)[S::ROW_QUADS], const Split& split) {
   constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
+  constexpr int STRIDE = S::MERGES_IN_STAGE ? S::STAGES * S::STAGE_BYTES : S::MERGE_BYTES;
   const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) KVSTOW_UNROLL
     for (int o = 4; o < 32; o <<= 1) weight[i] += __shfl_xor_sync(WHOLE_WARP, weight[i], o);
-  wait_for_all_but<0>();
-  __syncthreads();
-  const u32 mine = ring + warp * S::MERGE_BYTES;
+  if (S::MERGES_IN_STAGE) {
+    ring += (S::STAGES - 1) * S::STAGE_BYTES;
+    __syncwarp();
+  } else {
+    wait_for_all_but<0>();
+    __syncthreads();
+  }
+  const u32 mine = ring + warp * STRIDE;
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) {
     KVSTOW_UNROLL
@@ -53,13 +49,13 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
     float factor[S::WARPS], top = minus_infinity(), total = 0.f;
     KVSTOW_UNROLL
     for (int w = 0; w < S::WARPS; ++w) {
-      factor[w] = load_float(weights + w * S::MERGE_BYTES);
+      factor[w] = load_float(weights + w * STRIDE);
       top = fmaxf(top, factor[w]);
     }
     KVSTOW_UNROLL
     for (int w = 0; w < S::WARPS; ++w) {
       factor[w] = exp2_approx(factor[w] - (top == minus_infinity() ? 0.f : top));
-      total = fmaf(factor[w], load_float(weights + w * S::MERGE_BYTES + 4), total);
+      total = fmaf(factor[w], load_float(weights + w * STRIDE + 4), total);
     }
     if (r >= rows.rows) continue;
     const u64 at = rows.index(args, split.b, split.head, r) * args.n_splits + split.index;
@@ -72,7 +68,7 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
       float x = 0.f, y = 0.f;
       KVSTOW_UNROLL
       for (int w = 0; w < S::WARPS; ++w) {
-        const u32 from = ring + w * S::MERGE_BYTES + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4;
+        const u32 from = ring + w * STRIDE + (2 * m * S::ROW_QUADS + i) * 128 + lane * 4;
         x = fmaf(factor[w], load_float(from), x);
         y = fmaf(factor[w], load_float(from + S::ROW_QUADS * 128), y);
       }
@@ -90,6 +86,17 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   const int lane = thread_index() & 31;
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
   const float2 none = make_float2(minus_infinity(), 0.f);
+  const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
+  float2 y[BATCH][E / 2];
+  const auto load_sums = [&](int first) {
+    KVSTOW_UNROLL
+    for (int s = 0; s < BATCH; ++s) {
+      const float2* part = (const float2*)(sums + least(first + s, n_splits - 1) * S::D);
+      KVSTOW_UNROLL
+      for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg(part + e);
+    }
+  };
+  load_sums(0);  // with the weights
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
   float sign[E];  // loaded as early as the rest
   KVSTOW_UNROLL
@@ -102,27 +109,19 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
   const float base = top == minus_infinity() ? 0.f : top;
   float total = lane == 0 ? exp2_approx(sink - base + WEIGHT_LOG2) : 0.f;
-  const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
-  for (int s0 = 0; s0 < n_splits; s0 += 32, sums += 32 * S::D) {
+  for (int s0 = 0; s0 < n_splits; s0 += 32) {
     const float2 w = s0 == 0 ? own : s0 + lane < n_splits ? __ldcg(weights + s0 + lane) : none;
-    const float factor = exp2_approx(w.x - base);
+    const float factor = exp2_approx(w.x - base);  // 0 behind the last split
     total = fmaf(factor, w.y, total);
-    const int n = least(32, n_splits - s0);
-    for (int s1 = 0; s1 < n; s1 += BATCH) {
-      float2 y[BATCH][E / 2];
+    for (int s1 = 0; s1 < least(32, n_splits - s0); s1 += BATCH) {
+      if (s0 + s1) load_sums(s0 + s1);
       KVSTOW_UNROLL
       for (int s = 0; s < BATCH; ++s) {
-        const float2* part = (const float2*)(sums + least(s1 + s, n - 1) * S::D);
-        KVSTOW_UNROLL
-        for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg(part + e);
-      }
-      KVSTOW_UNROLL
-      for (int s = 0; s < BATCH; ++s) {
-        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 of a split without sums
+        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);
         KVSTOW_UNROLL
         for (int e = 0; e < E / 2; ++e) {
-          x[2 * e] = fmaf(f, f == 0.f ? 0.f : y[s][e].x, x[2 * e]);
-          x[2 * e + 1] = fmaf(f, f == 0.f ? 0.f : y[s][e].y, x[2 * e + 1]);
+          x[2 * e] = fmaf(f, y[s][e].x, x[2 * e]);
+          x[2 * e + 1] = fmaf(f, y[s][e].y, x[2 * e + 1]);
         }
       }
     }
@@ -157,15 +156,13 @@ KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, volatile i
   if (split.n_splits > 1) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      __threadfence();  // for all threads of the block, whose barrier was before
       int* arrived = args.arrivals + (split.b * args.n_kv_heads + split.head) * args.row_blocks + split.row_block;
-      const bool is_last = atomicAdd(arrived, 1) == split.n_splits - 1;
+      const bool is_last = count_in_order(arrived) == split.n_splits - 1;
       if (is_last) *arrived = 0;
       *last = is_last;
     }
     __syncthreads();
     if (!*last) return;
-    __threadfence();
   } else {
     __syncthreads();
   }

@@ -21,7 +21,8 @@ KVSTOW_INLINE void take_tiles(const DecodeArgs& args, const BlockRows<S>& rows, 
                               u64 plane_row, int begin, int end) {
   const int warp = threadIdx.x >> 5;
   const u32 own_ring = shared + S::AT_RING + warp * (S::Ring::STAGES * S::Ring::STAGE_BYTES);
-  TileRing<typename S::Ring> ring(args, plane_row, own_ring, begin + warp * S::OWN, rows.any_low, end, end);
+  TileRing<typename S::Ring> ring(own_ring);
+  ring.start(args, plane_row, begin + warp * S::OWN, rows.any_low, end, end);
   Codebook<S::VALUE_BITS>::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);
   __syncthreads();
   const Codebook<S::VALUE_BITS> codebook(args, shared + S::AT_TABLE);

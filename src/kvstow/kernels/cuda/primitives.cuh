@@ -138,6 +138,14 @@ KVSTOW_INLINE float reciprocal_approx(float x) {
   return y;
 }
 
+// Adds one and gives what was there. What the block wrote before its last barrier is seen by whoever counts later, and
+// what others wrote before they counted, by the block after its next barrier.
+KVSTOW_INLINE int count_in_order(int* at) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+  return before;
+}
+
 template <Dtype T>
 KVSTOW_INLINE float element(const void* p, u64 at) {
   if (T == FLOAT32) return ((const float*)p)[at];

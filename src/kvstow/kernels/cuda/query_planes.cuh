@@ -23,7 +23,7 @@ struct LoadedRows {
   static constexpr int PER_WARP = (S::ROWS + S::WARPS - 1) / S::WARPS;
   float x[PER_WARP][S::GROUPS];  // element `lane` of each group
 
-  KVSTOW_INLINE LoadedRows(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
+  KVSTOW_INLINE void load(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
     const int lane = thread_index() & 31, warp = thread_index() >> 5;
     KVSTOW_UNROLL
     for (int k = 0; k < PER_WARP; ++k) {

@@ -18,6 +18,24 @@ struct Split {
   int b, head, row_block;
   int index, n_splits;       // which one of how many that the row is cut into for this column
   int begin, end;            // its tokens; a multiple of TILE, and what may lie behind the row
+
+  // Registers are short while a warp works on its tiles: it leaves here what it must know again, but for the tokens.
+  template <class S>
+  KVSTOW_INLINE static u32 kept(u32 shared) {
+    return shared + S::AT_KEPT + (thread_index() >> 5) * S::KEPT_BYTES;
+  }
+  template <class S>
+  KVSTOW_INLINE void keep(u32 shared) const {
+    if (thread_index() & 31) return;
+    store128(kept<S>(shared), b, head, row_block, index);
+    store32(kept<S>(shared) + 16, n_splits);
+  }
+  template <class S>
+  KVSTOW_INLINE void recall(u32 shared) {
+    u32 x[4];
+    load128(kept<S>(shared), x[0], x[1], x[2], x[3]);
+    b = x[0], head = x[1], row_block = x[2], index = x[3], n_splits = load32(kept<S>(shared) + 16);
+  }
 };
 
 // The split of a block where the grid says which. Grid (n_splits, n_kv_heads * row_blocks, batch); false if this row
@@ -31,6 +49,12 @@ KVSTOW_INLINE bool find_split(const DecodeArgs& args, Split& split) {
   split.begin = rows.first_tile() + split.index * args.chunk, split.end = split.begin + args.chunk;
   split.n_splits = rows.splits(args);
   return split.index < split.n_splits;
+}
+
+// a / b rounded down, of numbers from 0 and 1 on, where it is below 2^20: faster than the division of the language.
+KVSTOW_INLINE int quotient(int a, int b) {
+  const int q = (int)((float)a * reciprocal_approx((float)b)), rest = a - q * b;
+  return rest < 0 ? q - 1 : rest >= b ? q + 1 : q;
 }
 
 // The share of a block. Grid (shares, 1, 1). Positions on the line are counted in tiles, so that they fit in 32 bits
@@ -71,15 +95,16 @@ struct Share {
         before = __shfl_sync(WHOLE_WARP, upto, 31);
       }
       const int room = __shfl_sync(WHOLE_WARP, rows.room, i), first = __shfl_sync(WHOLE_WARP, rows.first, i);
-      const int row = (__shfl_sync(WHOLE_WARP, upto, i) - room) * n_columns, column = (at - row) / room;
+      const int row = (__shfl_sync(WHOLE_WARP, upto, i) - room) * n_columns, column = quotient(at - row, room);
       const int origin = row + column * room;  // where the row begins on the line, in this column
       const int shortest = args.chunk / S::TILE;
       // The first share that ends behind the row's first tile, as cut, and the last one that begins before its end.
       const int first_end = least(room, PAUSE + shortest);
       const int last_begin = most(room - shortest, first_end - 1);
-      const int first_share = (origin + first_end - 1) / size, last_share = (origin + last_begin) / size;
+      const int first_share = quotient(origin + first_end - 1, size), last_share = quotient(origin + last_begin, size);
       split.index = blockIdx.x - first_share, split.n_splits = last_share - first_share + 1;
-      split.b = b + i, split.head = column / args.row_blocks, split.row_block = column % args.row_blocks;
+      split.b = b + i, split.head = quotient(column, args.row_blocks);
+      split.row_block = column - split.head * args.row_blocks;
       split.begin = (first + cut(at - origin, room, shortest)) * S::TILE;
       at = least(end, origin + room);
       split.end = (first + cut(at - origin, room, shortest)) * S::TILE;
@@ -89,23 +114,13 @@ struct Share {
     return false;
   }
 
-  // Registers are short while a warp works on its tiles: it leaves here what it must know again.
-  KVSTOW_INLINE void keep(u32 shared, const Split& split) const {
-    const u32 to = shared + S::AT_KEPT + (thread_index() >> 5) * 32;
-    if ((thread_index() & 31) == 0) {
-      store128(to, at, end, size, split.b);
-      store128(to + 16, split.head, split.row_block, split.index, split.n_splits);
-    }
-    __syncwarp();
+  KVSTOW_INLINE void keep(u32 shared) const {
+    if ((thread_index() & 31) == 0) store128(Split::kept<S>(shared) + 32, at, end, size, 0);
   }
-  KVSTOW_INLINE void recall(u32 shared, Split& split) {
-    const u32 from = shared + S::AT_KEPT + (thread_index() >> 5) * 32;
-    u32 x[8];
-    load128(from, x[0], x[1], x[2], x[3]);
-    load128(from + 16, x[4], x[5], x[6], x[7]);
-    at = x[0], end = x[1], size = x[2], split.b = x[3];
-    split.head = x[4], split.row_block = x[5], split.index = x[6], split.n_splits = x[7];
-    __syncwarp();
+  KVSTOW_INLINE void recall(u32 shared) {
+    u32 x[4];
+    load128(Split::kept<S>(shared) + 32, x[0], x[1], x[2], x[3]);
+    at = x[0], end = x[1], size = x[2];
   }
 
  private:

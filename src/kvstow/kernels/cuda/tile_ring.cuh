@@ -20,13 +20,24 @@ struct TileRing {
   u32 first, last, filling;                        // stages
   int tile, low, high, end;                        // token of the next tile; what is read; where to stop
 
-  // Tiles at, at + STEP, ... below end.
-  KVSTOW_INLINE TileRing(const DecodeArgs& args, u64 plane_row, u32 ring, int at, int low_, int high_,
-                         int end_) {
+  KVSTOW_INLINE explicit TileRing(u32 ring) {
+    const int lane = thread_index() & 31;
+    first = ring, last = ring + (S::STAGES - 1) * S::STAGE_BYTES;
+    key_slot = lane * 16;
+    if (S::SWIZZLED_KEYS) {
+      const int row = lane / CHUNKS;
+      key_slot = row * S::KEY_ROW + (lane % CHUNKS ^ S::swizzle(row)) * 16;
+    }
+    value_slot = S::AT_VALUES + lane * 16;
+    if (S::SWIZZLED_VALUES) value_slot ^= S::value_swizzle(lane * 16 / S::VALUE_ROW) * 16;
+  }
+
+  // Copies tiles at, at + STEP, ... below end from here on, the first one to the first stage. Not in use until the
+  // first `advance` is the last stage.
+  KVSTOW_INLINE void start(const DecodeArgs& args, u64 plane_row, int at, int low_, int high_, int end_) {
     const int lane = thread_index() & 31;
     const u64 token = plane_row * args.capacity + at;
-    first = filling = ring, last = ring + (S::STAGES - 1) * S::STAGE_BYTES;
-    tile = at, low = low_, high = high_, end = end_;
+    filling = first, tile = at, low = low_, high = high_, end = end_;
     keys = args.key_codes + token * S::KEY_ROW + lane * 16;
     values = args.value_codes + token * S::VALUE_ROW + lane * 16;
     KVSTOW_UNROLL
@@ -37,13 +48,7 @@ struct TileRing {
                                                    : (u64)args.value_scales;
       scales[i] = (const u8*)(plane + token * S::SCALE_ROW + chunk % SCALE_CHUNKS * 16);
     }
-    key_slot = lane * 16;
-    if (S::SWIZZLED_KEYS) {
-      const int row = lane / CHUNKS;
-      key_slot = row * S::KEY_ROW + (lane % CHUNKS ^ S::swizzle(row)) * 16;
-    }
-    value_slot = S::AT_VALUES + lane * 16;
-    if (S::SWIZZLED_VALUES) value_slot ^= S::value_swizzle(lane * 16 / S::VALUE_ROW) * 16;
+    __syncwarp();  // the last tile of another split may be in use
     KVSTOW_UNROLL
     for (int i = 0; i < S::STAGES - 1; ++i) copy_next();
   }
