@@ -148,8 +148,6 @@ class DecodeCall:
         rows, nan = b * hq * n_queries, math.nan
         self.output = torch.full_like(queries, nan)
         sums = torch.full((b, hq, n_queries, n_splits, d), nan, device="cuda")
-        if lengths is not None:
-            _write_unused(sums, lengths, starts)
         weights = torch.full((rows, n_splits, 2), nan, device="cuda")
         # Copied from the host, which tools that watch our kernels alone see being written.
         self.arrivals = torch.zeros(b * h * self.plan.row_blocks, dtype=torch.int32).cuda()
@@ -181,19 +179,6 @@ def planned(
         return in_shares(shape, plan.kernel, n_shares, chunk)
     n_splits = max(1, -(-shape.n_tokens // chunk))
     return replace(plan, chunk=chunk, n_splits=n_splits, grid=(n_splits, *plan.grid[1:]))
-
-
-def _write_unused(sums: Any, lengths: Any, starts: Any) -> None:
-    """Copy NaN from the host to the sums of queries that see no token, the first ones of a row.
-
-    Kernels write no sums where a whole block sees none, and drop what they read there: a tool
-    that looks for reads of unwritten memory would find these.
-    """
-    n_queries = sums.shape[2]
-    n_blind = (n_queries - lengths + (0 if starts is None else starts)).clamp(0, n_queries)
-    for row, n in enumerate(n_blind.tolist()):
-        for head in sums[row] if n else ():
-            head[:n].copy_(torch.full(head[:n].shape, math.nan))
 
 
 def empty_planes(lead: tuple[int, ...], head_dim: int, scheme: Turbo) -> Planes:

@@ -112,7 +112,7 @@ def test_every_kernel_compiles_for_every_architecture(capability, head_dim):
 
 
 def test_a_mistake_in_the_source_is_the_compilers_message():
-    kernel = DecodeKernel(128, 8, 3, "bfloat16", 1, warps=8, stages=3, tile=32)
+    kernel = DecodeKernel(128, 8, 3, "bfloat16", 1, warps=8, tile=32)
     program = cuda_program(kernel).replace(str(kernel.shared_bytes), "1")
     try:
         with pytest.raises(ValueError, match=r"counted differently in specialise\.py"):

@@ -150,5 +150,5 @@ def test_arguments_are_those_of_the_device_source():
 
 
 def test_a_program_names_its_kernel():
-    kernel = DecodeKernel(64, 4, 2, "float16", 1, warps=8, stages=2, tile=32)
+    kernel = DecodeKernel(64, 4, 2, "float16", 1, warps=8, tile=32)
     assert f"\n{kernel.name}(const kvstow::DecodeArgs args)" in cuda_program(kernel)

@@ -22,18 +22,11 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_44
 # for the sums: D / 16 x rows / 2 of them.
 ROW_QUADS = (1, 2, 4, 8)
 MOST_ROW_QUADS = {64: 8, 128: 8, 256: 4, 512: 2}
-# Warps, stages of each warp's ring and tokens of a tile, the best first; the first is taken
-# that registers (`most_warps`) and shared memory allow.
-LAUNCHES = (
-    (16, 2, 32),
-    (12, 2, 32),
-    (8, 2, 32),
-    (8, 2, 16),
-    (4, 2, 32),
-    (4, 2, 16),
-    (2, 2, 16),
-    (1, 2, 16),
-)
+# Warps and tokens of a tile, the best first; the first is taken that registers (`most_warps`) and
+# shared memory allow.
+LAUNCHES = ((16, 32), (12, 32), (8, 32), (8, 16), (4, 32), (4, 16), (2, 16), (1, 16))
+# Tiles that a warp holds at once. With more, processors near the memory get more of it than others.
+STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,6 @@ class DecodeKernel:
         dtype: Of queries and output.
         row_quads: Query rows of a block, in fours.
         warps: Of a block.
-        stages: Tiles that a warp holds at once.
         tile: Tokens of a tile.
         stores: Whether it stores a token of each row before it reads it, for one query token.
     """
@@ -58,7 +50,6 @@ class DecodeKernel:
     dtype: Dtype
     row_quads: int
     warps: int
-    stages: int
     tile: int
     stores: bool = False
 
@@ -69,7 +60,7 @@ class DecodeKernel:
         """A C identifier, one for each specialisation."""
         return (
             f"kvstow_decode_d{self.head_dim}_k{self.key_bits}v{self.value_bits}_{self.dtype}"
-            f"_r{self.rows}_{self.warps}x{self.stages}x{self.tile}{'_store' * self.stores}"
+            f"_r{self.rows}_{self.warps}x{self.tile}{'_store' * self.stores}"
         )
 
     @property
@@ -91,7 +82,7 @@ class DecodeKernel:
     def shape(self) -> str:
         """The C++ type that describes it."""
         widths = f"{self.head_dim}, {self.key_bits}, {self.value_bits}"
-        launch = f"{self.row_quads}, {self.warps}, {self.stages}, {self.tile}"
+        launch = f"{self.row_quads}, {self.warps}, {self.tile}"
         return f"kvstow::DecodeShape<{widths}, {launch}>"
 
     @property
@@ -104,7 +95,7 @@ class DecodeKernel:
         queries = _round_up(rows + 48 * self.warps + 4, 128)
         table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
-        return queries + table + self.warps * max(self.stages * stage, merge)
+        return queries + table + self.warps * max(STAGES * stage, merge)
 
     @property
     def is_possible(self) -> bool:
@@ -238,8 +229,8 @@ def decode_kernel(
     check_values(value_bits, head_dim)
     most = min(_least_of(ROW_QUADS, -(-n_rows // 4)), MOST_ROW_QUADS[head_dim])
     for quads in sorted((n for n in ROW_QUADS if n <= most), reverse=True):
-        for warps, stages, tile in LAUNCHES:
-            kernel = DecodeKernel(*stored, quads, warps, stages, tile, stores)
+        for warps, tile in LAUNCHES:
+            kernel = DecodeKernel(*stored, quads, warps, tile, stores)
             if kernel.is_possible and kernel.shared_bytes <= shared_limit:
                 return kernel
     raise ValueError(f"no launch of {widths}, head_dim {head_dim} fits in {shared_limit} bytes")

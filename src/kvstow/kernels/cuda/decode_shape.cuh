@@ -20,11 +20,11 @@ namespace kvstow {
 //   AT_LAST      whether the block is the last of its row to arrive; nothing else may lie there
 //   AT_TABLE     centroids, so many copies that each lane has banks to itself; none for 3 bits
 //   AT_RING      WARPS x STAGES stages; behind a split, what the warps have to merge
-template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int STAGES_, int TILE_>
+template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int TILE_>
 struct DecodeShape {
   static constexpr int D = HEAD_DIM, KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
   static constexpr int ROW_QUADS = ROW_QUADS_, ROWS = 4 * ROW_QUADS;  // query rows of a block
-  static constexpr int WARPS = WARPS_, STAGES = STAGES_, TILE = TILE_, STEP = WARPS * TILE;
+  static constexpr int WARPS = WARPS_, STAGES = 2, TILE = TILE_, STEP = WARPS * TILE;
   static constexpr int SUBTILES = TILE / 16;               // of 16 tokens, as a matrix instruction takes
   static constexpr int GROUPS = D / 32;                    // of elements with one scale
   static constexpr int ROW_TILES = (ROW_QUADS + 1) / 2;    // of 8 rows, as a matrix instruction takes
@@ -56,8 +56,9 @@ struct DecodeShape {
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
   static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
 
-  // Whether what a warp has to merge has room in one stage: the ring goes on to the next split meanwhile.
-  static constexpr bool MERGES_IN_STAGE = MERGE_BYTES <= STAGE_BYTES;
+  // Whether what a warp has to merge has room in one stage, and registers for what is to be done at the same time: the
+  // ring goes on to the next split meanwhile.
+  static constexpr bool MERGES_IN_STAGE = MERGE_BYTES <= STAGE_BYTES && SUMS_PER_LANE < 128;
 
   static constexpr bool QUERIES_IN_REGISTERS = ROW_QUADS * GROUPS <= 8;
   static constexpr bool SWIZZLED_KEYS = KEY_BITS != 5;  // its rows are no power of two

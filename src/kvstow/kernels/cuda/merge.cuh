@@ -117,11 +117,11 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
       if (s0 + s1) load_sums(s0 + s1);
       KVSTOW_UNROLL
       for (int s = 0; s < BATCH; ++s) {
-        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);
+        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 of a split without tokens
         KVSTOW_UNROLL
         for (int e = 0; e < E / 2; ++e) {
-          x[2 * e] = fmaf(f, y[s][e].x, x[2 * e]);
-          x[2 * e + 1] = fmaf(f, y[s][e].y, x[2 * e + 1]);
+          x[2 * e] = fmaf(f, f == 0.f ? 0.f : y[s][e].x, x[2 * e]);
+          x[2 * e + 1] = fmaf(f, f == 0.f ? 0.f : y[s][e].y, x[2 * e + 1]);
         }
       }
     }

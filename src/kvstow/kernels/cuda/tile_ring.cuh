@@ -1,4 +1,4 @@
-// A warp's ring of tiles: it copies the tile after next while it works on this one.
+// A warp's ring of tiles: it copies the next one while it works on this one.
 //
 // Nothing outside [low, high) is read, not even what lies in the same 16 bytes; zeros stand for it.
 #pragma once
