@@ -92,10 +92,12 @@ class DecodeKernel:
         token = self.head_dim * (self.key_bits + self.value_bits) // 8 + 6 * groups
         stage = _round_up(self.tile * token, 128)
         rows = self.rows * (2 * self.head_dim + 4 * groups + 4)
-        queries = _round_up(rows + 48 * self.warps + 4, 128)
-        table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
-        return queries + table + self.warps * max(STAGES * stage, merge)
+        in_shared = merge <= stage and self.head_dim <= 128 and self.head_dim * self.row_quads < 1024
+        whole = _round_up(rows + 48 * self.warps + 4, 16)  # where WHOLE_IN_SHARED begins
+        whole += in_shared * self.rows * (4 * self.head_dim + 16)
+        table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
+        return _round_up(whole, 128) + table + self.warps * max(STAGES * stage, merge)
 
     @property
     def is_possible(self) -> bool:

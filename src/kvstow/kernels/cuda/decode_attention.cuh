@@ -76,8 +76,8 @@ template <class S, Dtype T, bool STORES>
 KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) {
   using Centroids = typename PairsOf<S::VALUE_BITS>::Type;
   const int lane = thread_index() & 31, warp = thread_index() >> 5, g = lane >> 2, t = lane & 3;
-  const u32 shared = shared_address(shared_bytes), rings = shared + S::AT_RING;
-  TileRing<S> ring(rings + warp * (S::STAGES * S::STAGE_BYTES));
+  const u32 shared = shared_address(shared_bytes);
+  TileRing<S> ring(shared + S::AT_RING + warp * (S::STAGES * S::STAGE_BYTES));
   LoadedRows<S, T> loaded;
   OnlineSoftmax<S> softmax;
   ValueSums<S> values;
@@ -111,9 +111,10 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
       KVSTOW_UNROLL
       for (int i = 0; i < S::ROW_QUADS; ++i) reference[i] = softmax.reference(i);
       split.recall<S>(shared);
-      merge_warps(args, BlockRows<S>(args, split.b, split.row_block), rings, values, reference, softmax.total, split);
+      merge_warps(args, BlockRows<S>(args, split.b, split.row_block), shared, values, reference, softmax.total, split);
       // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
-      finish<S, T>(args, split, (volatile int*)(shared_bytes + S::AT_LAST));
+      if (S::WHOLE_IN_SHARED && split.n_splits == 1) finish_whole<S, T>(args, split, shared);
+      else finish<S, T>(args, split, (volatile int*)(shared_bytes + S::AT_LAST));
       if (!more) return;
     } else {
       Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);

@@ -18,6 +18,7 @@ namespace kvstow {
 //   AT_STEPS     ROWS float32: what an integer is worth
 //   AT_KEPT      WARPS x KEPT_BYTES: what each warp must know again after its tiles; see shares.cuh
 //   AT_LAST      whether the block is the last of its row to arrive; nothing else may lie there
+//   AT_WHOLE     ROWS x WHOLE_BYTES: sums of rows that have one split, their reference and weight; with WHOLE_IN_SHARED
 //   AT_TABLE     centroids, so many copies that each lane has banks to itself; none for 3 bits
 //   AT_RING      WARPS x STAGES stages; behind a split, what the warps have to merge
 template <int HEAD_DIM, int KEY_BITS_, int VALUE_BITS_, int ROW_QUADS_, int WARPS_, int TILE_>
@@ -48,17 +49,18 @@ struct DecodeShape {
   static constexpr int AT_QUERIES = 0, AT_SUMS = ROWS * 2 * D, AT_STEPS = AT_SUMS + ROWS * GROUPS * 4;
   static constexpr int KEPT_BYTES = 48;
   static constexpr int AT_KEPT = AT_STEPS + ROWS * 4, AT_LAST = AT_KEPT + WARPS * KEPT_BYTES;
-  static constexpr int AT_TABLE = (AT_LAST + 4 + 127) / 128 * 128;
   static constexpr bool PAIRED = VALUE_BITS == 2 || VALUE_BITS == 4;  // see pair_table.cuh
   static constexpr int TABLE_BYTES = VALUE_BITS == 3 ? 0 : VALUE_BITS == 5 ? 65536 : 32768;
-  static constexpr int AT_RING = AT_TABLE + TABLE_BYTES;
   static constexpr int SUMS_PER_LANE = DIMS * ROW_QUADS;
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
-  static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
-
   // Whether what a warp has to merge has room in one stage, and registers for what is to be done at the same time: the
   // ring goes on to the next split meanwhile.
   static constexpr bool MERGES_IN_STAGE = MERGE_BYTES <= STAGE_BYTES && SUMS_PER_LANE < 128;
+  static constexpr bool WHOLE_IN_SHARED = MERGES_IN_STAGE && D <= 128;
+  static constexpr int AT_WHOLE = (AT_LAST + 4 + 15) / 16 * 16, WHOLE_BYTES = 4 * D + 16;
+  static constexpr int AT_TABLE = (AT_WHOLE + (WHOLE_IN_SHARED ? ROWS * WHOLE_BYTES : 0) + 127) / 128 * 128;
+  static constexpr int AT_RING = AT_TABLE + TABLE_BYTES;
+  static constexpr int SHARED_BYTES = AT_RING + WARPS * most(STAGES * STAGE_BYTES, MERGE_BYTES);
 
   static constexpr bool QUERIES_IN_REGISTERS = ROW_QUADS * GROUPS <= 8;
   static constexpr bool SWIZZLED_KEYS = KEY_BITS != 5;  // its rows are no power of two

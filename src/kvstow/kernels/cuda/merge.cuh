@@ -9,9 +9,10 @@
 namespace kvstow {
 
 // Merges the warps of a block, through the memory of their rings: of the stage that each does not use yet, or of all.
+// What they add up to is left in shared memory where it is all of a row, else where other blocks find it.
 //   reference[i], weight[i]: of row 4i + t; `weight` is the part of tokens g + 8e
 template <class S>
-KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 ring,
+KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows, u32 shared,
                                const ValueSums<S>& values, const float (&reference)[S::ROW_QUADS],
                                float (&weight)[S::ROW_QUADS], const Split& split) {
   constexpr int AT_WEIGHTS = 128 * S::SUMS_PER_LANE;
@@ -20,6 +21,7 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
   KVSTOW_UNROLL
   for (int i = 0; i < S::ROW_QUADS; ++i) KVSTOW_UNROLL
     for (int o = 4; o < 32; o <<= 1) weight[i] += __shfl_xor_sync(WHOLE_WARP, weight[i], o);
+  u32 ring = shared + S::AT_RING;
   if (S::MERGES_IN_STAGE) {
     ring += (S::STAGES - 1) * S::STAGE_BYTES;
     __syncwarp();
@@ -59,9 +61,11 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
     }
     if (r >= rows.rows) continue;
     const u64 at = rows.index(args, split.b, split.head, r) * args.n_splits + split.index;
+    const bool whole = S::WHOLE_IN_SHARED && split.n_splits == 1;
+    const u32 row = shared + S::AT_WHOLE + r * S::WHOLE_BYTES;
     if (warp == 0 && g == 0) {
-      args.weights[at * 2] = top;
-      args.weights[at * 2 + 1] = total;
+      if (whole) store_float(row + 4 * S::D, top), store_float(row + 4 * S::D + 4, total);
+      else *(float2*)(args.weights + at * 2) = make_float2(top, total);
     }
     KVSTOW_UNROLL
     for (int m = warp; m < S::D / 16; m += S::WARPS) {
@@ -72,13 +76,63 @@ KVSTOW_INLINE void merge_warps(const DecodeArgs& args, const BlockRows<S>& rows,
         x = fmaf(factor[w], load_float(from), x);
         y = fmaf(factor[w], load_float(from + S::ROW_QUADS * 128), y);
       }
-      *(float2*)(args.sums + at * S::D + g * S::DIMS + 2 * m) = make_float2(x, y);
+      const int d = g * S::DIMS + 2 * m;
+      if (whole) store_float(row + 4 * d, x), store_float(row + 4 * d + 4, y);
+      else *(float2*)(args.sums + at * S::D + d) = make_float2(x, y);
     }
   }
 }
 
-// One warp merges the splits of a row, undoes the rotation and writes the output. `__ldcg`: other
-// blocks wrote the sums, so they must not come from this processor's own cache.
+// The score of no token of a row, in powers of two.
+KVSTOW_INLINE float sink_of(const DecodeArgs& args, u64 row) {
+  return args.sinks ? args.sinks[(u32)row / args.n_queries % (args.n_kv_heads * args.group)] * LOG2_E : minus_infinity();
+}
+
+// Undoes the rotation of a row and writes the output, for one warp: dims E * lane on of its sums, and its whole weight.
+template <class S, Dtype T>
+KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 32], float total) {
+  constexpr int E = S::D / 32;
+  const int lane = thread_index() & 31;
+  // The Hadamard matrix is symmetric, so the order of its butterflies is free.
+  KVSTOW_UNROLL
+  for (int h = 1; h < E; h *= 2) KVSTOW_UNROLL
+    for (int e = 0; e < E; ++e)
+      if (!(e & h)) {
+        const float a = x[e], b = x[e + h];
+        x[e] = a + b, x[e + h] = a - b;
+      }
+  KVSTOW_UNROLL
+  for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
+    for (int e = 0; e < E; ++e) {
+      const float y = __shfl_xor_sync(WHOLE_WARP, x[e], h);
+      x[e] = lane & h ? y - x[e] : x[e] + y;
+    }
+  // A row that sees no token is zero.
+  constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
+  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e)
+    set_element<T>(args.output, row * S::D + lane * E + e, x[e] * norm * (float)args.signs[lane * E + e]);
+}
+
+// The output of a row whose sums lie in shared memory.
+template <class S, Dtype T>
+KVSTOW_INLINE void finish_whole_row(const DecodeArgs& args, u64 row, u32 from) {
+  constexpr int E = S::D / 32;
+  const float top = load_float(from + 4 * S::D), sink = sink_of(args, row), greatest = fmaxf(top, sink);
+  const float base = greatest == minus_infinity() ? 0.f : greatest, factor = exp2_approx(top - base);
+  const float total = fmaf(factor, load_float(from + 4 * S::D + 4), exp2_approx(sink - base + WEIGHT_LOG2));
+  float x[E];
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e) {
+    const float sum = load_float(from + ((thread_index() & 31) * E + e) * 4);
+    x[e] = factor == 0.f ? 0.f : factor * sum;
+  }
+  write_row<S, T>(args, row, x, total);
+}
+
+// One warp merges the splits of a row and writes the output. `__ldcg`: other blocks wrote the sums, so they must not
+// come from this processor's own cache.
 template <class S, Dtype T>
 KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   constexpr int E = S::D / 32;  // dims of a lane, from E * lane on
@@ -98,11 +152,7 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   };
   load_sums(0);  // with the weights
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
-  float sign[E];  // loaded as early as the rest
-  KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e) sign[e] = args.signs[lane * E + e];
-  const int head = row / args.n_queries % (args.n_kv_heads * args.group);
-  const float sink = args.sinks ? args.sinks[head] * LOG2_E : minus_infinity();
+  const float sink = sink_of(args, row);
   float top = fmaxf(own.x, sink), x[E] = {};
   for (int s = lane + 32; s < n_splits; s += 32) top = fmaxf(top, __ldcg(weights + s).x);
   KVSTOW_UNROLL
@@ -128,33 +178,15 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   }
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(WHOLE_WARP, total, o);
-  // The Hadamard matrix is symmetric, so the order of its butterflies is free.
-  KVSTOW_UNROLL
-  for (int h = 1; h < E; h *= 2) KVSTOW_UNROLL
-    for (int e = 0; e < E; ++e)
-      if (!(e & h)) {
-        const float a = x[e], b = x[e + h];
-        x[e] = a + b, x[e + h] = a - b;
-      }
-  KVSTOW_UNROLL
-  for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
-    for (int e = 0; e < E; ++e) {
-      const float y = __shfl_xor_sync(WHOLE_WARP, x[e], h);
-      x[e] = lane & h ? y - x[e] : x[e] + y;
-    }
-  // A row that sees no token is zero.
-  constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
-  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
-  KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e) set_element<T>(args.output, row * S::D + lane * E + e, x[e] * norm * sign[e]);
+  write_row<S, T>(args, row, x, total);
 }
 
 // The last split of a block's rows to arrive finishes them, so that one launch does it all.
 //   last: in shared memory, says so to all threads
 template <class S, Dtype T>
 KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, volatile int* last) {
+  __syncthreads();
   if (split.n_splits > 1) {
-    __syncthreads();
     if (threadIdx.x == 0) {
       int* arrived = args.arrivals + (split.b * args.n_kv_heads + split.head) * args.row_blocks + split.row_block;
       const bool is_last = count_in_order(arrived) == split.n_splits - 1;
@@ -163,12 +195,21 @@ KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, volatile i
     }
     __syncthreads();
     if (!*last) return;
-  } else {
-    __syncthreads();
   }
   const BlockRows<S> rows(args, split.b, split.row_block);
   for (int r = thread_index() / 32; r < rows.rows; r += S::WARPS)
     finish_row<S, T>(args, rows.index(args, split.b, split.head, r), split.n_splits);
+}
+
+// The rows of a block that it has all splits of, as `merge_warps` left them.
+template <class S, Dtype T>
+KVSTOW_INLINE void finish_whole(const DecodeArgs& args, const Split& split, u32 shared) {
+  __syncthreads();
+  const BlockRows<S> rows(args, split.b, split.row_block);
+  for (int r = thread_index() / 32; r < rows.rows; r += S::WARPS) {
+    const u64 row = rows.index(args, split.b, split.head, r);
+    finish_whole_row<S, T>(args, row, shared + S::AT_WHOLE + r * S::WHOLE_BYTES);
+  }
 }
 
 }  // namespace kvstow
