@@ -61,7 +61,7 @@ KVSTOW_INLINE int quotient(int a, int b) {
 // where the planes fit in memory.
 template <class S>
 struct Share {
-  static constexpr int PAUSE_BYTES = 200 * 1024;  // what one of 132 processors reads in 6 us at 4.5 TB/s
+  static constexpr int PAUSE_BYTES = 150 * 1024;  // what one of 132 processors reads in 4.5 us at 4.5 TB/s
   static constexpr int PAUSE = most(1, PAUSE_BYTES / S::STAGE_BYTES);
   int at, end, size;         // what is left of it, and how long every share is
 
