@@ -31,8 +31,9 @@ struct Codebook<3> {
   KVSTOW_INLINE Codebook(const DecodeArgs& args, u32) {
     // FACTOR times 0.24509, 0.75601, 1.34391 and 2.15195; the negative ones mirror them.
     constexpr u32 c0 = 0x2B4A, c1 = 0x319F, c2 = 0x34FF, c3 = 0x3800;
-    // It is zero, but the compiler must not know: it would make the registers again at each use.
-    const u32 zero = (u32)(args.n_kv_heads >> 31);
+    // It is zero, but the compiler must not know, nor that it is the same in all lanes: it would make the registers again
+    // at each use.
+    const u32 zero = (thread_index() + args.n_kv_heads) >> 31;
     low_bytes[1] = (c0 & 255) | (c1 & 255) << 8 | (c2 & 255) << 16 | (c3 & 255) << 24;
     high_bytes[1] = (c0 >> 8) | (c1 >> 8) << 8 | (c2 >> 8) << 16 | (c3 >> 8) << 24;
     low_bytes[0] = pick_bytes(low_bytes[1], 0, 0x0123) ^ zero;

@@ -113,8 +113,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
       split.recall<S>(shared);
       merge_warps(args, BlockRows<S>(args, split.b, split.row_block), shared, values, reference, softmax.total, split);
       // Warps with nothing to finish go on: what they write before they meet the others again is not in use.
-      if (S::WHOLE_IN_SHARED && split.n_splits == 1) finish_whole<S, T>(args, split, shared);
-      else finish<S, T>(args, split, (volatile int*)(shared_bytes + S::AT_LAST));
+      finish<S, T>(args, split, shared);
       if (!more) return;
     } else {
       Centroids::write_table(args, shared + S::AT_TABLE, S::WARPS * 32);

@@ -115,26 +115,10 @@ KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 
     set_element<T>(args.output, row * S::D + lane * E + e, x[e] * norm * (float)args.signs[lane * E + e]);
 }
 
-// The output of a row whose sums lie in shared memory.
-template <class S, Dtype T>
-KVSTOW_INLINE void finish_whole_row(const DecodeArgs& args, u64 row, u32 from) {
-  constexpr int E = S::D / 32;
-  const float top = load_float(from + 4 * S::D), sink = sink_of(args, row), greatest = fmaxf(top, sink);
-  const float base = greatest == minus_infinity() ? 0.f : greatest, factor = exp2_approx(top - base);
-  const float total = fmaf(factor, load_float(from + 4 * S::D + 4), exp2_approx(sink - base + WEIGHT_LOG2));
-  float x[E];
-  KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e) {
-    const float sum = load_float(from + ((thread_index() & 31) * E + e) * 4);
-    x[e] = factor == 0.f ? 0.f : factor * sum;
-  }
-  write_row<S, T>(args, row, x, total);
-}
-
-// One warp merges the splits of a row and writes the output. `__ldcg`: other blocks wrote the sums, so they must not
-// come from this processor's own cache.
-template <class S, Dtype T>
-KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
+// Merges the splits of a row, for one warp: dims E * lane on of its sums; gives its whole weight. `__ldcg`: other blocks
+// wrote the sums, so they must not come from this processor's own cache.
+template <class S>
+KVSTOW_INLINE float merge_splits(const DecodeArgs& args, u64 row, int n_splits, float sink, float (&x)[S::D / 32]) {
   constexpr int E = S::D / 32;  // dims of a lane, from E * lane on
   constexpr int BATCH = E <= 4 ? 16 : E <= 8 ? 8 : 4;  // splits whose loads are in flight together
   const int lane = thread_index() & 31;
@@ -152,8 +136,9 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   };
   load_sums(0);  // with the weights
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
-  const float sink = sink_of(args, row);
-  float top = fmaxf(own.x, sink), x[E] = {};
+  float top = fmaxf(own.x, sink);
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e) x[e] = 0.f;
   for (int s = lane + 32; s < n_splits; s += 32) top = fmaxf(top, __ldcg(weights + s).x);
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
@@ -178,37 +163,48 @@ KVSTOW_INLINE void finish_row(const DecodeArgs& args, u64 row, int n_splits) {
   }
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(WHOLE_WARP, total, o);
-  write_row<S, T>(args, row, x, total);
+  return total;
+}
+
+// The same of a row that `merge_warps` left in shared memory.
+template <class S>
+KVSTOW_INLINE float read_whole(u32 from, float sink, float (&x)[S::D / 32]) {
+  constexpr int E = S::D / 32;
+  const float top = load_float(from + 4 * S::D), greatest = fmaxf(top, sink);
+  const float base = greatest == minus_infinity() ? 0.f : greatest, factor = exp2_approx(top - base);
+  KVSTOW_UNROLL
+  for (int e = 0; e < E; ++e) {
+    const float sum = load_float(from + ((thread_index() & 31) * E + e) * 4);
+    x[e] = factor == 0.f ? 0.f : factor * sum;
+  }
+  return fmaf(factor, load_float(from + 4 * S::D + 4), exp2_approx(sink - base + WEIGHT_LOG2));
 }
 
 // The last split of a block's rows to arrive finishes them, so that one launch does it all.
-//   last: in shared memory, says so to all threads
+//   shared: of the block; 4 bytes at `AT_LAST` say to all threads whether it is the last one
 template <class S, Dtype T>
-KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, volatile int* last) {
+KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, u32 shared) {
   __syncthreads();
   if (split.n_splits > 1) {
     if (threadIdx.x == 0) {
       int* arrived = args.arrivals + (split.b * args.n_kv_heads + split.head) * args.row_blocks + split.row_block;
       const bool is_last = count_in_order(arrived) == split.n_splits - 1;
       if (is_last) *arrived = 0;
-      *last = is_last;
+      store32(shared + S::AT_LAST, is_last);
     }
     __syncthreads();
-    if (!*last) return;
+    if (!load32(shared + S::AT_LAST)) return;
   }
-  const BlockRows<S> rows(args, split.b, split.row_block);
-  for (int r = thread_index() / 32; r < rows.rows; r += S::WARPS)
-    finish_row<S, T>(args, rows.index(args, split.b, split.head, r), split.n_splits);
-}
-
-// The rows of a block that it has all splits of, as `merge_warps` left them.
-template <class S, Dtype T>
-KVSTOW_INLINE void finish_whole(const DecodeArgs& args, const Split& split, u32 shared) {
-  __syncthreads();
   const BlockRows<S> rows(args, split.b, split.row_block);
   for (int r = thread_index() / 32; r < rows.rows; r += S::WARPS) {
     const u64 row = rows.index(args, split.b, split.head, r);
-    finish_whole_row<S, T>(args, row, shared + S::AT_WHOLE + r * S::WHOLE_BYTES);
+    const float sink = sink_of(args, row);
+    float x[S::D / 32], total;
+    if (S::WHOLE_IN_SHARED && split.n_splits == 1)
+      total = read_whole<S>(shared + S::AT_WHOLE + r * S::WHOLE_BYTES, sink, x);
+    else
+      total = merge_splits<S>(args, row, split.n_splits, sink, x);
+    write_row<S, T>(args, row, x, total);
   }
 }
 

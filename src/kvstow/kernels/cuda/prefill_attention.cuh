@@ -69,7 +69,7 @@ KVSTOW_INLINE void prefill_attention(const DecodeArgs& args, char* shared_bytes)
   const BlockRows<S> rows(args, split.b, split.row_block);
   if (args.n_splits == 1) return write_output<S, T>(own, args, rows, split.b, split.head);
   write_part(own, args, rows, split.b, split.head, split.index);
-  finish<S, T>(args, split, (volatile int*)shared_bytes);
+  finish<S, T>(args, split, shared_address(shared_bytes));
 }
 
 }  // namespace kvstow

@@ -45,6 +45,10 @@ struct PrefillShape {
     KVSTOW_INLINE static constexpr int value_swizzle(int) { return 0; }
   };
 
+  // What merge.cuh asks for; the queries are not needed any more.
+  static constexpr bool WHOLE_IN_SHARED = false;
+  static constexpr int AT_LAST = 0, AT_WHOLE = 0, WHOLE_BYTES = 0;
+
   static constexpr int HALVES_BYTES = 2 * TILE * ROW_BYTES;  // of one tile's keys and values
   static constexpr int AT_QUERIES = 0, AT_ROWS = ROWS * ROW_BYTES, AT_TABLE = AT_ROWS + ROWS * 16;
   static constexpr int AT_HALVES = AT_TABLE + (VALUE_BITS <= 3 ? 0 : 128 << VALUE_BITS);
