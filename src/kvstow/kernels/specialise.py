@@ -93,7 +93,7 @@ class DecodeKernel:
         stage = _round_up(self.tile * token, 128)
         rows = self.rows * (2 * self.head_dim + 4 * groups + 4)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
-        in_shared = merge <= stage and self.head_dim <= 128 and self.head_dim * self.row_quads < 1024
+        in_shared = merge <= stage and self.head_dim <= 128 and self.head_dim * self.row_quads < 512
         whole = _round_up(rows + 48 * self.warps + 4, 16)  # where WHOLE_IN_SHARED begins
         whole += in_shared * self.rows * (4 * self.head_dim + 16)
         table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
@@ -104,7 +104,7 @@ class DecodeKernel:
         """Whether tiles can be copied, and sums and scores of a tile kept in registers."""
         # Keys are copied by whole warps, 16 bytes a lane, but for the unaligned rows of 5 bits.
         copied = self.key_bits == 5 or self.tile * self.head_dim * self.key_bits // 8 % 512 == 0
-        kept = self.tile == 16 or self.head_dim * self.row_quads < 1024
+        kept = self.tile == 16 or self.head_dim * self.row_quads < 512
         return copied and kept and self.warps <= self.most_warps
 
     @property

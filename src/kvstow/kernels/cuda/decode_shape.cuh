@@ -55,7 +55,7 @@ struct DecodeShape {
   static constexpr int MERGE_BYTES = (32 * SUMS_PER_LANE + 2 * ROWS) * 4;  // of one warp
   // Whether what a warp has to merge has room in one stage, and registers for what is to be done at the same time: the
   // ring goes on to the next split meanwhile.
-  static constexpr bool MERGES_IN_STAGE = MERGE_BYTES <= STAGE_BYTES && SUMS_PER_LANE < 128;
+  static constexpr bool MERGES_IN_STAGE = MERGE_BYTES <= STAGE_BYTES && SUMS_PER_LANE < 64;
   static constexpr bool WHOLE_IN_SHARED = MERGES_IN_STAGE && D <= 128;
   static constexpr int AT_WHOLE = (AT_LAST + 4 + 15) / 16 * 16, WHOLE_BYTES = 4 * D + 16;
   static constexpr int AT_TABLE = (AT_WHOLE + (WHOLE_IN_SHARED ? ROWS * WHOLE_BYTES : 0) + 127) / 128 * 128;
