@@ -2,8 +2,8 @@
 //
 // A block's threads are fibers (fibers.h). Where the threads of a warp exchange something, each leaves
 // its part, waits until all have, and takes what it needs. Matrix instructions are written out after
-// their description in primitives.cuh. Copies are done at once, so a missing wait is not found here;
-// nothing is said of speed.
+// their description in primitives.cuh. Copies are done when they are waited for, so a missing wait
+// is found here, and a missing barrier mostly not; nothing is said of speed.
 #include "fibers.h"
 
 #include <cmath>
@@ -274,18 +274,24 @@ inline void store128(u32 at, u32 a, u32 b, u32 c, u32 d) {
   for (u32 i = 0; i < 4; ++i) store(at + 4 * i, words[i]);
 }
 
-inline void copy16_first(u32 to, const void* from, int n) {
-  std::memset(&emulator::shared.at(to + 15) - 15, 0, 16);
-  if (n) std::memcpy(&emulator::shared.at(to), from, n);
+// Copies are done as late as may be, when a thread waits for them: what is read before is not there yet.
+inline void copy_later(u32 to, const void* from, int n, int size) {
+  emulator::fibers[emulator::current].copies.back().push_back({to, from, n, size});
 }
-inline void copy16(u32 to, const void* from) { copy16_first(to, from, 16); }
-inline void copy4_first(u32 to, const void* from, int n) {
-  std::memset(&emulator::shared.at(to + 3) - 3, 0, 4);
-  if (n) std::memcpy(&emulator::shared.at(to), from, n);
-}
-inline void commit_copies() {}
+inline void copy16_first(u32 to, const void* from, int n) { copy_later(to, from, n, 16); }
+inline void copy16(u32 to, const void* from) { copy_later(to, from, 16, 16); }
+inline void copy4_first(u32 to, const void* from, int n) { copy_later(to, from, n, 4); }
+inline void commit_copies() { emulator::fibers[emulator::current].copies.emplace_back(); }
 template <int N>
-void wait_for_all_but() {}
+void wait_for_all_but() {
+  auto& groups = emulator::fibers[emulator::current].copies;
+  for (; groups.size() > N + 1; groups.pop_front())
+    for (const emulator::Copy& copy : groups.front()) {
+      char* to = &emulator::shared.at(copy.to + copy.size - 1) - (copy.size - 1);
+      std::memset(to, 0, copy.size);
+      if (copy.n) std::memcpy(to, copy.from, copy.n);
+    }
+}
 
 inline void load_tiles(u32 row, u32 (&r)[4]) {
   const u32 lane = emulator::lane();

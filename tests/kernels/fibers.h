@@ -6,6 +6,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -21,11 +22,17 @@ struct Meeting {
   int arrived = 0;
   unsigned round = 0;
 };
+struct Copy {
+  unsigned to;       // in shared memory
+  const void* from;
+  int n, size;       // bytes that are read, and that are written: zeros behind what is read
+};
 struct Fiber {
   ucontext_t beginning;
   jmp_buf here;  // where one that has begun goes on, without the system calls of ucontext
   std::unique_ptr<char[]> stack;
   bool begun, done;
+  std::deque<std::vector<Copy>> copies;  // groups that it has not waited for, and behind them an open one
 };
 
 inline std::vector<Fiber> fibers;
@@ -87,6 +94,7 @@ inline void run_block(unsigned n_threads) {
   for (Fiber& fiber : fibers) {
     if (!fiber.stack) fiber.stack.reset(new char[STACK_BYTES]);
     fiber.begun = fiber.done = false;
+    fiber.copies.assign(1, {});
     getcontext(&fiber.beginning);
     fiber.beginning.uc_stack = {fiber.stack.get(), 0, STACK_BYTES};
     makecontext(&fiber.beginning, begin, 0);

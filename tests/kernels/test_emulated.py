@@ -114,6 +114,54 @@ def test_rows_of_one_length_are_cut_into_splits_by_the_grid(rng, tmp_path, n_que
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [128, 256])  # rows are finished out of shared memory, or not
+def test_a_block_that_has_all_of_its_rows_writes_them(rng, tmp_path, head_dim, dtype):
+    planes, decoded = make_planes(rng, head_dim, (8, 3))
+    queries = rng.standard_normal((len(LENGTHS), 6, 1, head_dim)).astype(np.float32)
+    sinks = rng.standard_normal(6).astype(np.float32)
+    want = attention(queries, *decoded, sinks=sinks)[3:]  # the row that fills its planes
+    whole = [np.ascontiguousarray(plane[3:]) for plane in planes]
+    got = emulated.attend(queries[3:], whole, (8, 3), tmp_path, sinks=sinks, dtype=dtype)
+    assert np.linalg.norm(got - want) <= TOLERANCE[dtype] * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("growth", [0, 8000])  # of scores times the root of 64, from first to last
+@pytest.mark.parametrize(
+    "n_splits", [20, 40]
+)  # more than are loaded at once; than lanes
+def test_any_number_of_splits_is_merged(rng, tmp_path, n_splits, growth):
+    n = 32 * n_splits
+    x, y = rng.standard_normal((2, 1, 1, n, 64)).astype(np.float32)
+    queries = rng.standard_normal((1, 1, 1, 64)).astype(np.float32)
+    rise = np.linspace(0, growth, n, dtype=np.float32)[:, None]
+    keys = reference.encode_keys(x + rise * queries / (queries**2).sum(), bits=8, guard=True)
+    values = reference.encode_values(y, bits=3, guard=True)
+    decoded_keys = reference.decode_keys(keys, bits=8).astype(np.float64)[0, 0]
+    decoded_values = reference.decode_values(values, bits=3, head_dim=64)[0, 0]
+    scores = decoded_keys @ queries[0, 0, 0] / 8
+    weights = np.exp(scores - scores.max())
+    want = weights @ decoded_values / weights.sum()
+    got = emulated.attend(queries, [*keys, *values], (8, 3), tmp_path, chunk=32)[0, 0, 0]
+    assert np.linalg.norm(got - want) <= 3e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("group", "shares"), [(2, 1), (33, 1), (2, 5)])
+def test_a_lost_query_leaves_the_rows_that_its_block_takes_next_as_they_are(
+    rng, tmp_path, group, shares
+):
+    planes, decoded = make_planes(rng, 64, (8, 3))
+    queries = rng.standard_normal((len(LENGTHS), 2 * group, 1, 64)).astype(np.float32)
+    want = attention(queries, *decoded)
+    queries[2, 0, 0, 3] = np.nan
+    rows = {"starts": np.array(STARTS, np.int32), "lengths": np.array(LENGTHS, np.int32)}
+    got = emulated.attend(queries, planes, (8, 3), tmp_path, chunk=32, shares=shares, **rows)
+    lost = np.isnan(got)
+    assert lost[2, 0].all()
+    assert lost.sum() == 64
+    assert np.linalg.norm((got - want)[~lost]) <= 1e-3 * np.linalg.norm(want[~lost])
+
+
 def test_more_rows_than_a_warp_has_lanes_are_found(rng, tmp_path):
     planes, decoded = make_planes(rng, 64, (4, 2))
     queries = rng.standard_normal((len(LENGTHS), 2, 1, 64)).astype(np.float32)

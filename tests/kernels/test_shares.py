@@ -135,3 +135,22 @@ def test_no_share_is_longer_than_another_by_more_than_a_short_split(listed, leng
         tiles[split["share"]] += (split["end"] - split["begin"]) // TILE + pause
     even = sum(tiles) / 132
     assert max(tiles) <= even + pause + LEAST_CHUNK // TILE
+
+
+@pytest.mark.parametrize("reciprocal_is_off", [-1, 0, 1])  # units in the last place
+def test_positions_are_divided_exactly(rng, tmp_path, reciprocal_is_off):
+    program = f"""{emulated.emulated("shares.cuh")}
+extern "C" int wrong(const int* a, const int* b, int n, int off) {{
+  kvstow::reciprocal_is_off = off;
+  int found = 0;
+  for (int i = 0; i < n; ++i) found += kvstow::quotient(a[i], b[i]) != a[i] / b[i];
+  return found;
+}}
+"""
+    library = emulated.compile_program(program, tmp_path, "quotient")
+    b = (2 ** rng.uniform(0, 24, 1_000_000)).astype(np.int64)
+    quotients = np.minimum((2 ** rng.uniform(0, 20, b.size)).astype(np.int64), 2**30 // b)
+    a = np.clip(quotients * b + rng.integers(-1, 2, b.size), 0, 2**30)
+    a, b = (np.ascontiguousarray(x, np.int32) for x in (a, b))
+    pointers = (ctypes.c_void_p(x.ctypes.data) for x in (a, b))
+    assert library.wrong(*pointers, b.size, reciprocal_is_off) == 0

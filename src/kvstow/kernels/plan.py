@@ -140,7 +140,7 @@ class Plan(Generic[_Kernel]):
 
     @property
     def writes_parts(self) -> bool:
-        """Whether sums and weights are written, to be merged."""
+        """Whether sums and weights may be written, to be merged."""
         return self.n_splits > 1 or not isinstance(self.kernel, PrefillKernel)
 
 

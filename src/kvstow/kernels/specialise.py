@@ -93,11 +93,12 @@ class DecodeKernel:
         stage = _round_up(self.tile * token, 128)
         rows = self.rows * (2 * self.head_dim + 4 * groups + 4)
         merge = (32 * (self.head_dim // 8) * self.row_quads + 2 * self.rows) * 4
+        # WHOLE_IN_SHARED
         in_shared = merge <= stage and self.head_dim <= 128 and self.head_dim * self.row_quads < 512
-        whole = _round_up(rows + 48 * self.warps + 4, 16)  # where WHOLE_IN_SHARED begins
-        whole += in_shared * self.rows * (4 * self.head_dim + 16)
+        queries = _round_up(rows + 48 * self.warps + 4, 16)
+        whole = in_shared * self.rows * (4 * self.head_dim + 16)
         table = {3: 0, 5: 65536}.get(self.value_bits, 32768)
-        return _round_up(whole, 128) + table + self.warps * max(STAGES * stage, merge)
+        return _round_up(queries + whole, 128) + table + self.warps * max(STAGES * stage, merge)
 
     @property
     def is_possible(self) -> bool:

@@ -120,7 +120,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
     }
     if (!S::MERGES_IN_STAGE) start_next();
     loaded.write(args, shared);
-    share.keep(shared);
+    if (args.lengths) share.keep(shared);
     next.keep<S>(shared);
     __syncthreads();
 

@@ -152,7 +152,7 @@ KVSTOW_INLINE float merge_splits(const DecodeArgs& args, u64 row, int n_splits, 
       if (s0 + s1) load_sums(s0 + s1);
       KVSTOW_UNROLL
       for (int s = 0; s < BATCH; ++s) {
-        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 of a split without tokens
+        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 behind the last split, whose sums stand there
         KVSTOW_UNROLL
         for (int e = 0; e < E / 2; ++e) {
           x[2 * e] = fmaf(f, f == 0.f ? 0.f : y[s][e].x, x[2 * e]);
@@ -173,10 +173,7 @@ KVSTOW_INLINE float read_whole(u32 from, float sink, float (&x)[S::D / 32]) {
   const float top = load_float(from + 4 * S::D), greatest = fmaxf(top, sink);
   const float base = greatest == minus_infinity() ? 0.f : greatest, factor = exp2_approx(top - base);
   KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e) {
-    const float sum = load_float(from + ((thread_index() & 31) * E + e) * 4);
-    x[e] = factor == 0.f ? 0.f : factor * sum;
-  }
+  for (int e = 0; e < E; ++e) x[e] = factor * load_float(from + ((thread_index() & 31) * E + e) * 4);
   return fmaf(factor, load_float(from + 4 * S::D + 4), exp2_approx(sink - base + WEIGHT_LOG2));
 }
 

@@ -39,7 +39,7 @@ struct Split {
 };
 
 // The split of a block where the grid says which. Grid (n_splits, n_kv_heads * row_blocks, batch); false if this row
-// has fewer splits. It is found anew at each call, so that registers need not keep it.
+// has fewer splits. It is found anew at each call, so that prompts need no registers to keep it.
 template <class S>
 KVSTOW_INLINE bool find_split(const DecodeArgs& args, Split& split) {
   const u32 column = hidden(blockIdx.y);
@@ -62,7 +62,7 @@ KVSTOW_INLINE int quotient(int a, int b) {
 template <class S>
 struct Share {
   static constexpr int PAUSE_BYTES = 150 * 1024;  // what one of 132 processors reads in 4.5 us at 4.5 TB/s
-  static constexpr int PAUSE = most(1, PAUSE_BYTES / S::STAGE_BYTES);
+  static constexpr int PAUSE = PAUSE_BYTES / S::STAGE_BYTES;
   int at, end, size;         // what is left of it, and how long every share is
 
   KVSTOW_INLINE void find(const DecodeArgs& args) {

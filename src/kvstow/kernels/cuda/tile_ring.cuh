@@ -32,8 +32,8 @@ struct TileRing {
     if (S::SWIZZLED_VALUES) value_slot ^= S::value_swizzle(lane * 16 / S::VALUE_ROW) * 16;
   }
 
-  // Copies tiles at, at + STEP, ... below end from here on, the first one to the first stage. Not in use until the
-  // first `advance` is the last stage.
+  // Copies tiles at, at + STEP, ... below end from here on, the first one to the first stage. The last stage is free until
+  // the first `advance`.
   KVSTOW_INLINE void start(const DecodeArgs& args, u64 plane_row, int at, int low_, int high_, int end_) {
     const int lane = thread_index() & 31;
     const u64 token = plane_row * args.capacity + at;
