@@ -127,9 +127,7 @@ def test_a_block_that_has_all_of_its_rows_writes_them(rng, tmp_path, head_dim, d
 
 
 @pytest.mark.parametrize("growth", [0, 8000])  # of scores times the root of 64, from first to last
-@pytest.mark.parametrize(
-    "n_splits", [20, 40]
-)  # more than are loaded at once; than lanes
+@pytest.mark.parametrize("n_splits", [20, 40])  # more than are loaded at once; than lanes
 def test_any_number_of_splits_is_merged(rng, tmp_path, n_splits, growth):
     n = 32 * n_splits
     x, y = rng.standard_normal((2, 1, 1, n, 64)).astype(np.float32)
