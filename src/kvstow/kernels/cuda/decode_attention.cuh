@@ -84,7 +84,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
   Share<S> share;
   Split next;
   if (args.lengths) share.find(args);
-  bool more = args.lengths ? share.next(args, next) : find_split<S>(args, next), begun = false;
+  bool begun = false, more = args.lengths ? share.next(args, next) : find_split<S>(args, next);
   if (!more) return;
 
   // What a warp copies and asks for of the next split.
