@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from check_kernels import TOLERANCE, attention
-from cuda_host import CudaHost, Planes, dtype_of, empty_planes, torch
+from cuda_host import CudaHost, Planes, cupy, dtype_of, empty_planes, torch
 
 from kvstow.blas import use_fast_blas
 from kvstow.codec import reference
@@ -40,6 +40,25 @@ SHAPES += [
     (16, 65_536, 64, 8, 128, 1),
 ]
 SHAPES += [(16, 65_536, 32, 8, 64, 1), (16, 16_384, 32, 8, 256, 1), (4, 16_384, 16, 8, 512, 1)]
+STORING_SHAPES = [(b, t, 32, 8, 128, 1) for b, t in ((1, 4096), (1, 65_536), (16, 65_536))]
+# What a call can't be faster than: its bytes are read, and nothing is done with them.
+READ_ALL = r"""
+extern "C" __global__ void read_all(const uint4* from, long long n, int* never) {
+  const long long share = (n + gridDim.x - 1) / gridDim.x, begin = share * blockIdx.x;
+  const long long end = begin + share < n ? begin + share : n;
+  unsigned seen = 0;
+  for (long long i = begin + threadIdx.x; i < end; i += 8 * blockDim.x) {
+    uint4 x[8];
+    #pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const long long at = i + j * blockDim.x;
+      x[j] = at < end ? __ldcs(from + at) : make_uint4(0, 0, 0, 0);
+    }
+    #pragma unroll
+    for (int j = 0; j < 8; ++j) seen ^= x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+  }
+  if (seen == 0x12345678) *never = 1;
+}"""
 WIDTHS_SHAPE = (16, 65_536, 32, 8, 128, 1)
 WIDTHS = [Turbo(8, v) for v in VALUE_BITS if v != 3] + [Turbo(4, v) for v in VALUE_BITS]
 WIDTHS += [Turbo(k, v) for k in (5, 2) for v in VALUE_BITS]
@@ -138,26 +157,32 @@ def planned(host: CudaHost) -> Iterator[AnyKernel]:
     """The kernels of all rows, to be compiled at once."""
     rows = [(shape, K8V3) for shape in SHAPES] + [(WIDTHS_SHAPE, scheme) for scheme in WIDTHS]
     for (b, t, hq, h, d, n_queries), scheme in rows:
-        widths = scheme.key_bits, scheme.value_bits
         shape = Shape(b, hq, h, n_queries, d, t)
-        yield plan_attention(shape, widths, "bfloat16", host.device).kernel
+        yield plan_attention(shape, scheme.widths, "bfloat16", host.device).kernel
+    for b, t, hq, h, d, n_queries in STORING_SHAPES:
+        shape = Shape(b, hq, h, n_queries, d, t, stores=True)
+        yield plan_attention(shape, K8V3.widths, "bfloat16", host.device).kernel
     yield EncodeKernel(128, 8, 3, "bfloat16")
     yield EncodeKernel(128, 8, 3, "bfloat16", search=True)
 
 
 def decode_row(
-    host: CudaHost, clock: Clock, shape: tuple[int, ...], scheme: Turbo
+    host: CudaHost, clock: Clock, shape: tuple[int, ...], scheme: Turbo, *, stores: bool = False
 ) -> dict[str, Any]:
-    """Time of one call of attention, with its output checked."""
+    """Time of one call of attention, with its output checked; of one that stores a token first."""
     b, t, hq, h, d, n_queries = shape
     planes = made_planes((b, h, t), d, scheme)
-    queries = torch.randn(b, hq, n_queries, d, device="cuda", dtype=torch.bfloat16)
-    call = host.decode(queries, planes, scheme)
+
+    def made(heads: int, tokens: int) -> Any:
+        return torch.randn(b, heads, tokens, d, device="cuda", dtype=torch.bfloat16)
+
+    queries = made(hq, n_queries)
+    call = host.decode(queries, planes, scheme, exact=(made(h, 1), made(h, 1)) if stores else None)
     fused_us = clock.median_us(call.run)
     check_close(call.output, queries, planes, scheme)
     n_bytes = sum(plane.numel() * plane.element_size() for plane in planes)
     return {
-        "bench": "kernel_decode",
+        "bench": "kernel_decode_storing" if stores else "kernel_decode",
         "scheme": str(scheme),
         "batch": b,
         "tokens": t,
@@ -187,8 +212,22 @@ def with_host(row: dict[str, Any], bf16_us: float | None) -> dict[str, Any]:
     }
 
 
+def read_us(host: CudaHost, clock: Clock, n_bytes: int) -> float:
+    """Time of a kernel that reads so many bytes, a block of 1024 threads on each processor."""
+    kernel = cupy.RawKernel(READ_ALL, "read_all")
+    memory = torch.zeros(n_bytes, dtype=torch.uint8, device="cuda").random_(0, 256)
+    never = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def call() -> None:
+        args = memory.data_ptr(), n_bytes // 16, never.data_ptr()
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            kernel((host.device.n_processors,), (1024,), args)
+
+    return clock.median_us(call)
+
+
 def ragged_row(host: CudaHost, clock: Clock) -> dict[str, Any]:
-    """One row of 128k tokens beside fifteen of 2k."""
+    """One row of 128k tokens beside fifteen of 2k, and a kernel that only reads as many bytes."""
     planes = made_planes((16, 8, 131_072), 128, K8V3)
     queries = torch.randn(16, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((16,), 2048, dtype=torch.int32, device="cuda")
@@ -202,6 +241,7 @@ def ragged_row(host: CudaHost, clock: Clock) -> dict[str, Any]:
         "rows": "1x131072 + 15x2048",
         "fused_us": round(fused_us, 2),
         "fused_tb_per_s": round(n_bytes / fused_us / 1e6, 3),
+        "read_us": round(read_us(host, clock, n_bytes), 2),
     }
 
 
@@ -223,6 +263,20 @@ def encode_row(host: CudaHost, clock: Clock, scheme: Turbo, n_tokens: int) -> di
     }
 
 
+def measured(host: CudaHost, clock: Clock) -> Iterator[dict[str, Any]]:
+    """All rows, each as soon as it is measured."""
+    for shape in SHAPES:
+        bf16_us = host_us(clock, shape)
+        for scheme in (K8V3, *WIDTHS) if shape == WIDTHS_SHAPE else (K8V3,):
+            yield with_host(decode_row(host, clock, shape, scheme), bf16_us)
+    for shape in STORING_SHAPES:
+        yield decode_row(host, clock, shape, K8V3, stores=True)
+    yield ragged_row(host, clock)
+    for scheme in (K8V3, Turbo(8, 3, search=True)):
+        for n_tokens in (1, 32_768):
+            yield encode_row(host, clock, scheme, n_tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
@@ -238,16 +292,8 @@ def main() -> None:
                 print(json.dumps({**row, **about}), file=file)
 
     host.compile(planned(host))
-    for shape in SHAPES:
-        bf16_us = host_us(clock, shape)
-        report(with_host(decode_row(host, clock, shape, K8V3), bf16_us))
-        if shape == WIDTHS_SHAPE:
-            for scheme in WIDTHS:
-                report(with_host(decode_row(host, clock, shape, scheme), bf16_us))
-    report(ragged_row(host, clock))
-    for scheme in (K8V3, Turbo(8, 3, search=True)):
-        for n_tokens in (1, 32_768):
-            report(encode_row(host, clock, scheme, n_tokens))
+    for row in measured(host, clock):
+        report(row)
 
 
 if __name__ == "__main__":

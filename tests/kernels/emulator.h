@@ -239,10 +239,16 @@ inline u32 pick_bytes(u32 a, u32 b, u32 s) {
 inline u32 shift_pair(u32 low, u32 high, u32 n) { return (u32)((low | (u64)high << 32) >> (n & 31)); }
 
 template <Dtype T>
+u32 element_bits(const void* p, u64 at) {
+  return T == FLOAT32 ? ((const u32*)p)[at] : ((const u16*)p)[at];
+}
+template <Dtype T>
+float from_bits(u32 bits) {
+  return T == FLOAT32 ? __uint_as_float(bits) : T == BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+}
+template <Dtype T>
 float element(const void* p, u64 at) {
-  if (T == FLOAT32) return ((const float*)p)[at];
-  const u32 bits = ((const u16*)p)[at];
-  return T == BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+  return from_bits<T>(element_bits<T>(p, at));
 }
 template <Dtype T>
 void set_element(void* p, u64 at, float x) {
@@ -279,7 +285,8 @@ inline void copy_later(u32 to, const void* from, int n, int size) {
   emulator::fibers[emulator::current].copies.back().push_back({to, from, n, size});
 }
 inline void copy16_first(u32 to, const void* from, int n) { copy_later(to, from, n, 16); }
-inline void copy16(u32 to, const void* from) { copy_later(to, from, 16, 16); }
+template <bool>
+void copy16(u32 to, const void* from) { copy_later(to, from, 16, 16); }
 inline void copy4_first(u32 to, const void* from, int n) { copy_later(to, from, n, 4); }
 inline void commit_copies() { emulator::fibers[emulator::current].copies.emplace_back(); }
 template <int N>

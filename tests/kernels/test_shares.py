@@ -36,8 +36,8 @@ static void list(const kvstow::DecodeArgs& args) {{
   kvstow::Share<Shape> share;
   kvstow::Split split;
   int* to = args.arrivals;
-  share.find(args);
-  while (share.next(args, split))
+  const auto rows = share.find(args);
+  while (share.next(args, rows, split))
     if (threadIdx.x == 0) {{
       *to += 1;
       const int fields[] = {{(int)blockIdx.x, {", ".join(f"split.{name}" for name in FIELDS)}}};

@@ -83,8 +83,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
   ValueSums<S> values;
   Share<S> share;
   Split next;
-  if (args.lengths) share.find(args);
-  bool begun = false, more = args.lengths ? share.next(args, next) : find_split<S>(args, next);
+  bool begun = false, more = args.lengths ? share.next(args, share.find(args), next) : find_split<S>(args, next);
   if (!more) return;
 
   // What a warp copies and asks for of the next split.
@@ -163,7 +162,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
     more = false, begun = true;
     if (args.lengths) {
       share.recall(shared);
-      more = share.next(args, next);
+      more = share.next(args, typename Share<S>::Rows(args, 0), next);
     }
   }
 }

@@ -88,11 +88,30 @@ KVSTOW_INLINE float sink_of(const DecodeArgs& args, u64 row) {
   return args.sinks ? args.sinks[(u32)row / args.n_queries % (args.n_kv_heads * args.group)] * LOG2_E : minus_infinity();
 }
 
+// The signs of the rotation, of dims E * lane on. They come from memory, so they are asked for early.
+template <class S>
+struct Signs {
+  static constexpr int E = S::D / 32, WORDS = (E + 3) / 4;
+  u32 bytes[WORDS];
+
+  KVSTOW_INLINE explicit Signs(const DecodeArgs& args) {
+    const signed char* from = args.signs + (thread_index() & 31) * E;
+    KVSTOW_UNROLL
+    for (int w = 0; w < WORDS; ++w) bytes[w] = E == 2 ? *(const u16*)from : ((const u32*)from)[w];
+  }
+  KVSTOW_INLINE float times(float x, int e) const {  // a sign is +1 or -1
+    return __uint_as_float(__float_as_uint(x) ^ (bytes[e / 4] << (24 - e % 4 * 8) & 0x80000000u));
+  }
+};
+
 // Undoes the rotation of a row and writes the output, for one warp: dims E * lane on of its sums, and its whole weight.
 template <class S, Dtype T>
-KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 32], float total) {
+KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 32], float total, const Signs<S>& signs) {
   constexpr int E = S::D / 32;
   const int lane = thread_index() & 31;
+  // A row that sees no token is zero.
+  constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
+  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
   // The Hadamard matrix is symmetric, so the order of its butterflies is free.
   KVSTOW_UNROLL
   for (int h = 1; h < E; h *= 2) KVSTOW_UNROLL
@@ -107,16 +126,26 @@ KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 
       const float y = __shfl_xor_sync(WHOLE_WARP, x[e], h);
       x[e] = lane & h ? y - x[e] : x[e] + y;
     }
-  // A row that sees no token is zero.
-  constexpr float UNSCALED = 1.f / Codebook<S::VALUE_BITS>::FACTOR;
-  const float norm = total == 0.f ? 0.f : rsqrtf((float)S::D) * UNSCALED / total;
   KVSTOW_UNROLL
-  for (int e = 0; e < E; ++e)
-    set_element<T>(args.output, row * S::D + lane * E + e, x[e] * norm * (float)args.signs[lane * E + e]);
+  for (int e = 0; e < E; ++e) set_element<T>(args.output, row * S::D + lane * E + e, signs.times(x[e] * norm, e));
 }
 
-// Merges the splits of a row, for one warp: dims E * lane on of its sums; gives its whole weight. `__ldcg`: other blocks
-// wrote the sums, so they must not come from this processor's own cache.
+// Numbers beside each other that other blocks wrote: not from this processor's own cache; as one load where they fit.
+template <int N>
+KVSTOW_INLINE void load_written(const float* from, float (&x)[N]) {
+  if constexpr (N == 2) {
+    const float2 pair = __ldcg((const float2*)from);
+    x[0] = pair.x, x[1] = pair.y;
+  } else {
+    KVSTOW_UNROLL
+    for (int i = 0; i < N; i += 4) {
+      const float4 four = __ldcg((const float4*)(from + i));
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+  }
+}
+
+// Merges the splits of a row, for one warp: dims E * lane on of its sums; gives its whole weight.
 template <class S>
 KVSTOW_INLINE float merge_splits(const DecodeArgs& args, u64 row, int n_splits, float sink, float (&x)[S::D / 32]) {
   constexpr int E = S::D / 32;  // dims of a lane, from E * lane on
@@ -125,40 +154,36 @@ KVSTOW_INLINE float merge_splits(const DecodeArgs& args, u64 row, int n_splits, 
   const float2* weights = (const float2*)args.weights + row * args.n_splits;
   const float2 none = make_float2(minus_infinity(), 0.f);
   const float* sums = args.sums + row * args.n_splits * S::D + lane * E;
-  float2 y[BATCH][E / 2];
+  float y[BATCH][E];
   const auto load_sums = [&](int first) {
     KVSTOW_UNROLL
-    for (int s = 0; s < BATCH; ++s) {
-      const float2* part = (const float2*)(sums + least(first + s, n_splits - 1) * S::D);
-      KVSTOW_UNROLL
-      for (int e = 0; e < E / 2; ++e) y[s][e] = __ldcg(part + e);
-    }
+    for (int s = 0; s < BATCH; ++s) load_written(sums + least(first + s, n_splits - 1) * S::D, y[s]);
   };
   load_sums(0);  // with the weights
   const float2 own = lane < n_splits ? __ldcg(weights + lane) : none;
   float top = fmaxf(own.x, sink);
   KVSTOW_UNROLL
   for (int e = 0; e < E; ++e) x[e] = 0.f;
+  KVSTOW_ROLLED
   for (int s = lane + 32; s < n_splits; s += 32) top = fmaxf(top, __ldcg(weights + s).x);
   KVSTOW_UNROLL
   for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(WHOLE_WARP, top, o));
   const float base = top == minus_infinity() ? 0.f : top;
   float total = lane == 0 ? exp2_approx(sink - base + WEIGHT_LOG2) : 0.f;
-  for (int s0 = 0; s0 < n_splits; s0 += 32) {
-    const float2 w = s0 == 0 ? own : s0 + lane < n_splits ? __ldcg(weights + s0 + lane) : none;
-    const float factor = exp2_approx(w.x - base);  // 0 behind the last split
-    total = fmaf(factor, w.y, total);
-    for (int s1 = 0; s1 < least(32, n_splits - s0); s1 += BATCH) {
-      if (s0 + s1) load_sums(s0 + s1);
+  float factor = 0.f;  // of split `lane` of 32; 0 behind the last one
+  KVSTOW_ROLLED
+  for (int first = 0; first < n_splits; first += BATCH) {
+    if (first) load_sums(first);
+    if (first % 32 == 0) {
+      const float2 w = first == 0 ? own : first + lane < n_splits ? __ldcg(weights + first + lane) : none;
+      factor = exp2_approx(w.x - base);
+      total = fmaf(factor, w.y, total);
+    }
+    KVSTOW_UNROLL
+    for (int s = 0; s < BATCH; ++s) {
+      const float f = __shfl_sync(WHOLE_WARP, factor, first % 32 + s);  // 0: the last split's sums stand there
       KVSTOW_UNROLL
-      for (int s = 0; s < BATCH; ++s) {
-        const float f = __shfl_sync(WHOLE_WARP, factor, s1 + s);  // 0 behind the last split, whose sums stand there
-        KVSTOW_UNROLL
-        for (int e = 0; e < E / 2; ++e) {
-          x[2 * e] = fmaf(f, f == 0.f ? 0.f : y[s][e].x, x[2 * e]);
-          x[2 * e + 1] = fmaf(f, f == 0.f ? 0.f : y[s][e].y, x[2 * e + 1]);
-        }
-      }
+      for (int e = 0; e < E; ++e) x[e] = fmaf(f, y[s][e], x[e]);
     }
   }
   KVSTOW_UNROLL
@@ -181,6 +206,7 @@ KVSTOW_INLINE float read_whole(u32 from, float sink, float (&x)[S::D / 32]) {
 //   shared: of the block; 4 bytes at `AT_LAST` say to all threads whether it is the last one
 template <class S, Dtype T>
 KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, u32 shared) {
+  const Signs<S> signs(args);
   __syncthreads();
   if (split.n_splits > 1) {
     if (threadIdx.x == 0) {
@@ -201,7 +227,7 @@ KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, u32 shared
       total = read_whole<S>(shared + S::AT_WHOLE + r * S::WHOLE_BYTES, sink, x);
     else
       total = merge_splits<S>(args, row, split.n_splits, sink, x);
-    write_row<S, T>(args, row, x, total);
+    write_row<S, T>(args, row, x, total, signs);
   }
 }
 

@@ -36,6 +36,7 @@ struct PrefillShape {
 
   struct Ring {  // what tile_ring.cuh asks for
     static constexpr int TILE = OWN, STEP = PrefillShape::TILE, STAGES = 2;
+    static constexpr bool READ_ONCE = false;  // other query rows of the KV head need the tile too
     static constexpr int KEY_ROW = D * KEY_BITS / 8, VALUE_ROW = D * VALUE_BITS / 8, SCALE_ROW = GROUPS * 2;
     static constexpr int AT_KEYS = 0, AT_KEY_SCALES = 128 * KEY_BITS, AT_KEY_ZEROS = AT_KEY_SCALES + 64;
     static constexpr int AT_VALUE_SCALES = AT_KEY_ZEROS + 64, AT_VALUES = AT_VALUE_SCALES + 64;

@@ -147,10 +147,16 @@ KVSTOW_INLINE int count_in_order(int* at) {
 }
 
 template <Dtype T>
+KVSTOW_INLINE u32 element_bits(const void* p, u64 at) {
+  return T == FLOAT32 ? ((const u32*)p)[at] : ((const u16*)p)[at];
+}
+template <Dtype T>
+KVSTOW_INLINE float from_bits(u32 bits) {
+  return T == FLOAT32 ? __uint_as_float(bits) : T == BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+}
+template <Dtype T>
 KVSTOW_INLINE float element(const void* p, u64 at) {
-  if (T == FLOAT32) return ((const float*)p)[at];
-  const u32 bits = ((const u16*)p)[at];
-  return T == BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
+  return from_bits<T>(element_bits<T>(p, at));
 }
 template <Dtype T>
 KVSTOW_INLINE void set_element(void* p, u64 at, float x) {
@@ -187,8 +193,16 @@ KVSTOW_INLINE void store128(u32 at, u32 a, u32 b, u32 c, u32 d) {
 
 // ---- asynchronous copies from global to shared memory --------------------------------------------
 
+// What is read ONCE leaves the L2 cache before anything else does.
+template <bool ONCE>
 KVSTOW_INLINE void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+  if (ONCE) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy));
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+  }
 }
 // Reads the first n bytes (0..16) and writes zeros for the rest.
 KVSTOW_INLINE void copy16_first(u32 to, const void* from, int n) {

@@ -16,12 +16,12 @@ KVSTOW_INLINE int operand_byte(int element) {
   return element / 8 * 8 + element % 2 * 4 + element % 8 / 2;  // even elements, then odd ones
 }
 
-// The rows that a warp turns into planes. They are loaded here, before a caller asks for anything that there is
-// more of: what is asked for later comes later.
+// The rows that a warp turns into planes. They are asked for here, before a caller asks for anything that there is
+// more of, and waited for where they are written.
 template <class S, Dtype T>
 struct LoadedRows {
   static constexpr int PER_WARP = (S::ROWS + S::WARPS - 1) / S::WARPS;
-  float x[PER_WARP][S::GROUPS];  // element `lane` of each group
+  u32 bits[PER_WARP][S::GROUPS];  // of element `lane` of each group, as it is stored
 
   KVSTOW_INLINE void load(const DecodeArgs& args, const BlockRows<S>& rows, int b, int head) {
     const int lane = thread_index() & 31, warp = thread_index() >> 5;
@@ -31,7 +31,7 @@ struct LoadedRows {
       const bool is_row = r < rows.rows;
       const u64 from = rows.index(args, b, head, is_row ? r : 0) * S::D + lane;
       KVSTOW_UNROLL
-      for (int j = 0; j < S::GROUPS; ++j) x[k][j] = is_row ? element<T>(args.queries, from + j * 32) : 0.f;
+      for (int j = 0; j < S::GROUPS; ++j) bits[k][j] = is_row ? element_bits<T>(args.queries, from + j * 32) : 0;
     }
   }
 
@@ -42,16 +42,19 @@ struct LoadedRows {
     for (int k = 0; k < PER_WARP; ++k) {
       const int r = warp + k * S::WARPS;
       if (S::ROWS % S::WARPS && r >= S::ROWS) break;
+      float x[S::GROUPS];
+      KVSTOW_UNROLL
+      for (int j = 0; j < S::GROUPS; ++j) x[j] = from_bits<T>(hidden(bits[k][j]));
       u32 greatest = 0;  // as an integer: infinity and NaN are above every number
       KVSTOW_UNROLL
-      for (int j = 0; j < S::GROUPS; ++j) greatest = max(greatest, __float_as_uint(x[k][j]) & 0x7FFFFFFFu);
+      for (int j = 0; j < S::GROUPS; ++j) greatest = max(greatest, __float_as_uint(x[j]) & 0x7FFFFFFFu);
       greatest = __reduce_max_sync(WHOLE_WARP, greatest);
       const bool lost = greatest >= 0x7F800000u;
       const u32 exponent = lost ? 0 : greatest & 0x7F800000u;
       const float step = __uint_as_float(max(exponent, 0x10000000u)) * 0x1p-13f;
       KVSTOW_UNROLL
       for (int j = 0; j < S::GROUPS; ++j) {
-        const int n = lost ? 0 : __float2int_rn(x[k][j] / step), high = (n + 128) >> 8;
+        const int n = lost ? 0 : __float2int_rn(x[j] / step), high = (n + 128) >> 8;
         const int sum = __reduce_add_sync(WHOLE_WARP, n);
         const u32 column = shared + S::AT_QUERIES + ((r / 4 * S::GROUPS + j) * 8 + r % 4 * 2) * 32;
         store8(column + byte, high);

@@ -51,12 +51,6 @@ KVSTOW_INLINE bool find_split(const DecodeArgs& args, Split& split) {
   return split.index < split.n_splits;
 }
 
-// a / b rounded down, of numbers from 0 and 1 on, where it is below 2^20: faster than the division of the language.
-KVSTOW_INLINE int quotient(int a, int b) {
-  const int q = (int)((float)a * reciprocal_approx((float)b)), rest = a - q * b;
-  return rest < 0 ? q - 1 : rest >= b ? q + 1 : q;
-}
-
 // The share of a block. Grid (shares, 1, 1). Positions on the line are counted in tiles, so that they fit in 32 bits
 // where the planes fit in memory.
 template <class S>
@@ -65,37 +59,57 @@ struct Share {
   static constexpr int PAUSE = PAUSE_BYTES / S::STAGE_BYTES;
   int at, end, size;         // what is left of it, and how long every share is
 
-  KVSTOW_INLINE void find(const DecodeArgs& args) {
-    int total = 0;
+  // Of row b + lane: its first tile that a query sees, its room on the line, and that of all rows from b up to it, in one
+  // column; no room behind the batch.
+  struct Rows {
+    int first = 0, room = 0, upto;
+    KVSTOW_INLINE Rows(const DecodeArgs& args, int b) {
+      const int lane = thread_index() & 31;
+      b += lane;
+      if (b < args.batch) {
+        const int length = least(args.lengths[b], args.length), start = args.starts ? most(0, args.starts[b]) : 0;
+        const int low = args.window ? most(start, length - args.n_queries + 1 - args.window) : start;
+        first = low / S::TILE;
+        room = PAUSE + most(1, (length + S::TILE - 1) / S::TILE - first);  // a row that is empty has an output too
+      }
+      upto = room;
+      KVSTOW_UNROLL
+      for (int o = 1; o < 32; o <<= 1) {
+        const int other = __shfl_up_sync(WHOLE_WARP, upto, o);
+        upto += lane >= o ? other : 0;
+      }
+    }
+  };
+
+  // Also gives the first rows, which `next` needs first.
+  KVSTOW_INLINE Rows find(const DecodeArgs& args) {
+    const Rows first(args, 0);
+    int total = __shfl_sync(WHOLE_WARP, first.upto, 31);
     KVSTOW_ROLLED
-    for (int b = 0; b < args.batch; b += 32) total += __reduce_add_sync(WHOLE_WARP, Row(args, b).room);
+    for (int b = 32; b < args.batch; b += 32) total += __reduce_add_sync(WHOLE_WARP, Rows(args, b).room);
     total *= columns(args);
     size = most(args.chunk / S::TILE, (total + gridDim.x - 1) / (int)gridDim.x);
     at = least(blockIdx.x * size, total), end = least(at + size, total);
+    return first;
   }
 
   // The next split, false if there is none. All warps of a block find the same.
-  KVSTOW_INLINE bool next(const DecodeArgs& args, Split& split) {
+  KVSTOW_INLINE bool next(const DecodeArgs& args, const Rows& first_rows, Split& split) {
     while (at < end) {
-      const int lane = thread_index() & 31, n_columns = columns(args);
-      // In one column: the room of rows before b, and of those up to b + lane; and how many of these end before `at`.
-      int before = 0, b = 0, upto, i;
-      Row rows(args, 0);
+      const int n_columns = columns(args);
+      // In one column: the room of rows before b; and how many of those from b on end before `at`.
+      int before = 0, b = 0, i;
+      Rows rows = first_rows;
       KVSTOW_ROLLED
-      for (;; b += 32, rows = Row(args, b)) {
-        upto = rows.room;
-        KVSTOW_UNROLL
-        for (int o = 1; o < 32; o <<= 1) {
-          const int other = __shfl_up_sync(WHOLE_WARP, upto, o);
-          upto += lane >= o ? other : 0;
-        }
-        upto += before;
-        i = __reduce_add_sync(WHOLE_WARP, (int)(upto * n_columns <= at));
+      for (;;) {
+        i = __reduce_add_sync(WHOLE_WARP, (int)((before + rows.upto) * n_columns <= at));
         if (i < 32) break;
-        before = __shfl_sync(WHOLE_WARP, upto, 31);
+        before += __shfl_sync(WHOLE_WARP, rows.upto, 31), b += 32;
+        rows = Rows(args, b);
       }
       const int room = __shfl_sync(WHOLE_WARP, rows.room, i), first = __shfl_sync(WHOLE_WARP, rows.first, i);
-      const int row = (__shfl_sync(WHOLE_WARP, upto, i) - room) * n_columns, column = quotient(at - row, room);
+      const int row = (before + __shfl_sync(WHOLE_WARP, rows.upto, i) - room) * n_columns;
+      const int column = quotient(at - row, room);
       const int origin = row + column * room;  // where the row begins on the line, in this column
       const int shortest = args.chunk / S::TILE;
       // The first share that ends behind the row's first tile, as cut, and the last one that begins before its end.
@@ -108,8 +122,7 @@ struct Share {
       split.begin = (first + cut(at - origin, room, shortest)) * S::TILE;
       at = least(end, origin + room);
       split.end = (first + cut(at - origin, room, shortest)) * S::TILE;
-      if (split.begin == split.end) continue;
-      return true;
+      if (split.begin != split.end) return true;
     }
     return false;
   }
@@ -124,19 +137,6 @@ struct Share {
   }
 
  private:
-  // Of row b + lane: its first tile that a query sees, and its room on the line; none behind the batch.
-  struct Row {
-    int first = 0, room = 0;
-    KVSTOW_INLINE Row(const DecodeArgs& args, int b) {
-      b += thread_index() & 31;
-      if (b >= args.batch) return;
-      const int length = least(args.lengths[b], args.length), start = args.starts ? most(0, args.starts[b]) : 0;
-      const int low = args.window ? most(start, length - args.n_queries + 1 - args.window) : start;
-      first = low / S::TILE;
-      room = PAUSE + most(1, (length + S::TILE - 1) / S::TILE - first);  // a row that is empty has an output too
-    }
-  };
-
   KVSTOW_INLINE static int columns(const DecodeArgs& args) { return args.n_kv_heads * args.row_blocks; }
 
   // The tile at which a row is cut by shares that meet at x of its room. What would be too short joins its neighbour.

@@ -90,15 +90,15 @@ struct TileRing {
     const int lane = threadIdx.x & 31;
     KVSTOW_UNROLL
     for (int i = 0; i < KEY_COPIES; ++i)
-      if (KEY_CHUNKS % 32 == 0 || lane + 32 * i < KEY_CHUNKS) copy16(key_at(i), keys + i * 512);
+      if (KEY_CHUNKS % 32 == 0 || lane + 32 * i < KEY_CHUNKS) copy16<S::READ_ONCE>(key_at(i), keys + i * 512);
     KVSTOW_UNROLL
     for (int i = 0; i < VALUE_COPIES; ++i)
       if (VALUE_CHUNKS % 32 == 0 || lane + 32 * i < VALUE_CHUNKS)
-        copy16(value_at(i), values + i * 512);
+        copy16<S::READ_ONCE>(value_at(i), values + i * 512);
     KVSTOW_UNROLL
     for (int i = 0; i < SCALE_COPIES; ++i)
       if (3 * SCALE_CHUNKS % 32 == 0 || lane + 32 * i < 3 * SCALE_CHUNKS)
-        copy16(filling + S::AT_KEY_SCALES + lane * 16 + i * 512, scales[i]);
+        copy16<S::READ_ONCE>(filling + S::AT_KEY_SCALES + lane * 16 + i * 512, scales[i]);
   }
 
   KVSTOW_INLINE void copy_part() {
