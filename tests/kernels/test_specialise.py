@@ -97,6 +97,24 @@ def test_a_prompt_whose_rows_fit_in_one_row_tile_of_each_warp_has_no_second():
     assert [rows_of_block(n, 89) for n in (9, 16, 17, 2048)] == [64, 64, 128, 128]
 
 
+def test_launches_of_the_default_scheme_on_sm_90_are_the_ones_it_was_timed_with():
+    timed = {
+        (64, 4): (16, 32),
+        (64, 32): (8, 32),
+        (128, 4): (8, 32),
+        (128, 8): (12, 32),
+        (128, 16): (8, 32),
+        (128, 32): (8, 16),
+        (256, 4): (8, 32),
+        (256, 8): (8, 32),
+        (256, 16): (8, 16),
+        (512, 4): (8, 16),
+    }
+    for (head_dim, rows), launch in timed.items():
+        kernel = decode_kernel((8, 3), head_dim, "bfloat16", rows, SHARED_LIMITS[90])
+        assert (kernel.rows, kernel.warps, kernel.tile) == (rows, *launch), head_dim
+
+
 def test_prompts_take_as_many_warps_and_row_tiles_as_there_is_room_for():
     for capability, head_dim, pair, launch in (
         (90, 64, (8, 3), (2, 8)),

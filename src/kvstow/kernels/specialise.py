@@ -105,7 +105,7 @@ class DecodeKernel:
         """Whether tiles can be copied, and sums and scores of a tile kept in registers."""
         # Keys are copied by whole warps, 16 bytes a lane, but for the unaligned rows of 5 bits.
         copied = self.key_bits == 5 or self.tile * self.head_dim * self.key_bits // 8 % 512 == 0
-        kept = self.tile == 16 or self.head_dim * self.row_quads < 512
+        kept = self.tile == 16 or self.head_dim * self.row_quads < 1024
         return copied and kept and self.warps <= self.most_warps
 
     @property
