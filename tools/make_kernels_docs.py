@@ -111,11 +111,11 @@ def others(rows: Sequence[Row]) -> Iterator[str]:
             f"{row['read_us']:.1f} us, {bytes_read / row['read_us']:.2f} TB/s |"
         )
     for row in of(rows, "kernel_encode"):
-        n_tokens = f"{row['tokens']:,} token{'s' if row['tokens'] > 1 else ''}"
-        yield (
-            f"| encode {n_tokens} of {row['heads']} heads of {row['head_dim']}, `{row['scheme']}` "
-            f"| {row['encode_us']:.1f} us | {row['encode_tb_per_s']:.2f} TB/s read and written |"
-        )
+        what = f"{row['heads']} heads of {row['head_dim']}, `{row['scheme']}`"
+        many = row["tokens"] > 1
+        n_tokens = f"{row['tokens']:,} tokens" if many else "a token"
+        rate = f"{row['encode_tb_per_s']:.2f} TB/s read and written" if many else ""
+        yield f"| encode {n_tokens} of {what} | {row['encode_us']:.1f} us | {rate} |"
 
 
 def calls(rows: Sequence[Row]) -> Iterator[str]:
