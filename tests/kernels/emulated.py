@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvstow.codec.tables import BOUNDARIES, CENTROIDS, SIGNS
 from kvstow.kernels.arguments import DecodeArgs, EncodeArgs
 from kvstow.kernels.plan import Device, Shape, in_shares, plan_decode
 from kvstow.kernels.source import cuda_header
-from kvstow.kernels.specialise import DecodeKernel, EncodeKernel
+from kvstow.kernels.specialise import SHARED_LIMITS, DecodeKernel, EncodeKernel, decode_kernel
 
 EMULATOR = Path(__file__).with_name("emulator.h")
 OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
@@ -121,7 +122,7 @@ extern "C" void codes(const void* p, int n, int off, Words* quick, Words* define
     const QuickCodes<{bits}> codes(affine, low, high);
     BitStream<{bits}> one, other;
     codes.put(one, x, affine);
-    KeyCodes<{bits}>::put(other, x, affine, low, high);
+    KeyCodes<{bits}>::each(x, affine, low, high, [&](int k, u32 code) {{ other.put(k, code); }});
     possible[i] = codes.possible;
     std::memcpy(quick[i], one.words, sizeof(Words));
     std::memcpy(defined[i], other.words, sizeof(Words));
@@ -202,6 +203,43 @@ def _floats(x, dtype):
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
+def store(keys, values, widths, folder, dtype="float32"):
+    """Planes ``(n, 1, 1, *)`` of vectors ``(n, d)``, each stored as attention does it.
+
+    Elements of bfloat16 are given as their bits.
+    """
+    n, d = keys.shape
+    kernel = decode_kernel(widths, d, dtype, 1, SHARED_LIMITS[86])
+    types = f"{kernel.shape}, kvstow::{dtype.upper()}"
+    storing = Storing(f"kvstow::store_token<{types}>(args, b, 0, 0, 0)", 8 * d)
+    planes = _planes((n, 1, 1), d, widths)
+    args = DecodeArgs(*map(_address, planes))
+    args.signs, args.boundaries = (
+        _address(SIGNS[d].astype(np.int8)),
+        _address(BOUNDARIES[widths[1]]),
+    )
+    args.new_keys, args.new_values = _address(keys), _address(values)
+    args.batch, args.n_kv_heads, args.capacity = n, 1, 1
+    assert compile_kernel(storing, folder)(ctypes.byref(args), 1, 1, 1)
+    return planes
+
+
+@dataclass(frozen=True)
+class Storing:
+    """A kernel of one warp that stores a token of each row."""
+
+    stores: str
+    shared_bytes: int
+
+    file_name = "store.cuh"
+    name = "storing"
+    threads = 32
+    checks = ""
+
+    def call(self, args, _):
+        return f"for (int b = 0; b < {args}.batch; ++b) {self.stores}"
+
+
 def encode(keys, values, widths, folder, **options):
     """Planes of a capacity of 8 more tokens than given.
 
@@ -209,12 +247,7 @@ def encode(keys, values, widths, folder, **options):
     """
     b, h, n, d = keys.shape
     kb, vb = widths
-    dtypes = np.int8 if kb == 8 else np.uint8, np.float16, np.float16, np.uint8, np.float16
-    row_bytes = d * kb // 8, d // 32, d // 32, d * vb // 8, d // 32
-    planes = [
-        np.full((b, h, n + 8, width), 77, dtype)
-        for width, dtype in zip(row_bytes, dtypes, strict=True)
-    ]
+    planes = _planes((b, h, n + 8), d, widths)
     kernel = EncodeKernel(
         d, kb, vb, options.get("dtype", "float32"), search=options.get("search", False)
     )
@@ -225,6 +258,16 @@ def encode(keys, values, widths, folder, **options):
     launch = compile_kernel(kernel, folder)
     assert launch(ctypes.byref(args), kernel.n_blocks(b * h * n), 1, 1)
     return planes
+
+
+def _planes(lead, head_dim, widths):
+    key_bits, value_bits = widths
+    dtypes = np.int8 if key_bits == 8 else np.uint8, np.float16, np.float16, np.uint8, np.float16
+    groups = head_dim // 32
+    row_bytes = head_dim * key_bits // 8, groups, groups, head_dim * value_bits // 8, groups
+    return [
+        np.full((*lead, width), 77, dtype) for width, dtype in zip(row_bytes, dtypes, strict=True)
+    ]
 
 
 def _address(array):

@@ -22,12 +22,10 @@ CAPABILITIES = [80, 89, 90, 100]
 # a few words of each thread go to memory. Launches are tuned on sm_90: on sm_100 two words go
 # there of k8v3 with 8 rows, and four of prompts with 256. Of other widths and head_dims up to
 # ten do, where registers are shortest: 16 warps, or 256 elements and more; a few of prompts,
-# with two row tiles of 128. More do where a token is stored, which is done with the sums of
-# another row in registers.
+# with two row tiles of 128.
 MOST_TUNED_ROWS = 16
 MOST_FRAME_BYTES = {80: 0, 89: 0, 90: 0, 100: 16}
 MOST_OTHER_FRAME_BYTES = 40
-MOST_STORING_FRAME_BYTES = 120
 
 
 def compile_or_skip(kernel, capability):
@@ -44,9 +42,7 @@ def check(kernel, capability):
     if not isinstance(kernel, DecodeKernel) or kernel.rows <= MOST_TUNED_ROWS:
         is_default = (kernel.head_dim, kernel.key_bits, kernel.value_bits) == (128, 8, 3)
         is_other = not isinstance(kernel, EncodeKernel) and not is_default
-        stores = isinstance(kernel, DecodeKernel) and kernel.stores
-        other = MOST_STORING_FRAME_BYTES if stores else MOST_OTHER_FRAME_BYTES
-        most = other if is_other else MOST_FRAME_BYTES[capability]
+        most = MOST_OTHER_FRAME_BYTES if is_other else MOST_FRAME_BYTES[capability]
         assert compiled.frame_bytes <= most, kernel.name
 
 

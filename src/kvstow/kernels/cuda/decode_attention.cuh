@@ -93,7 +93,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
     if (STORES) {
       const int token = args.stored < 0 ? rows.any_high - 1 : args.stored;
       if (most(begin, rows.any_low) <= token && token < end && (token - begin) / S::TILE % S::WARPS == warp)
-        store_token<S, T>(args, next.b, next.head, token);
+        store_token<S, T>(args, next.b, next.head, token, ring.first);
     }
     loaded.load(args, rows, next.b, next.head);
     const u64 plane_row = (u64)next.b * args.n_kv_heads + next.head;

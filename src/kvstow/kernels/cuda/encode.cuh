@@ -30,7 +30,7 @@ KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
   const u32 vector = min(part.block * (ENCODE_THREADS / GROUPS) + threadIdx.x / GROUPS, last);
   const int group = threadIdx.x % GROUPS;
   if (part.is_key) {
-    encode_key_group<D, KEY_BITS, T, GUARD, SEARCH, true>(args, vector, group);
+    encode_key_group<D, KEY_BITS, T, GUARD, SEARCH>(args, vector, group);
     return;
   }
   if (VALUE_BITS > 3) {  // looked up by a number that differs from lane to lane
@@ -39,7 +39,7 @@ KVSTOW_INLINE void encode(const EncodeArgs& args, float* table) {
     __syncthreads();
   }
   const float* edges = VALUE_BITS > 3 ? table : args.boundaries;
-  encode_value_group<D, VALUE_BITS, T, GUARD, SEARCH, WHOLE_WARP>(args, edges, vector, group);
+  encode_value_group<D, VALUE_BITS, T, GUARD, SEARCH>(args, edges, vector, group);
 }
 
 }  // namespace kvstow

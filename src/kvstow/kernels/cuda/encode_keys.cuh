@@ -74,13 +74,13 @@ struct KeyCodes {
     a.offset = from_float16(a.zero);
   }
 
-  // The codes of a group, as they are defined.
-  template <class Elements>
-  KVSTOW_INLINE static void put(BitStream<BITS>& stream, const Elements& x, const Affine& a, float low, float high) {
+  // use(i, code of x[i]) for N elements of a group, as codes are defined.
+  template <int N = 32, class Elements, class Use>
+  KVSTOW_INLINE static void each(const Elements& x, const Affine& a, float low, float high, Use use) {
     const Divider divider(a.divisor, fmaxf(fabsf(low), fabsf(high)));
-    divider.each(x, [&](int i, float steps) {
+    divider.template each<N>(x, [&](int i, float steps) {
       const float code = __fsub_rn(steps, a.offset);
-      stream.put(i, divider.quick ? whole(code) : whole_or_nan(code));
+      use(i, divider.quick ? whole(code) : whole_or_nan(code));
     });
   }
 };
@@ -142,7 +142,7 @@ struct QuickCodes {
   }
 };
 
-template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH, bool QUICK>
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int group) {
   using Codes = KeyCodes<BITS>;
   const Place place(args, vector, group);
@@ -154,8 +154,8 @@ KVSTOW_INLINE void encode_key_group(const EncodeArgs& args, u32 vector, int grou
   if (GUARD) Codes::guard(affine, low, high);
   BitStream<BITS> stream;
   const QuickCodes<BITS> quick(affine, low, high);
-  if (QUICK && quick.possible) quick.put(stream, x, affine);
-  else Codes::put(stream, x, affine, low, high);
+  if (quick.possible) quick.put(stream, x, affine);
+  else Codes::each(x, affine, low, high, [&](int i, u32 code) { stream.put(i, code); });
   stream.store(args.key_codes + place.row * (D * BITS / 8) + group * 4 * BITS);
   args.key_scales[place.row * (D / 32) + group] = affine.scale;
   args.key_zeros[place.row * (D / 32) + group] = affine.zero;

@@ -1,24 +1,24 @@
 // Values: signs, Walsh-Hadamard, root mean square, codebook. See reference.encode_values.
 //
-// The D / 32 groups of a vector lie in neighbouring lanes: butterflies up to 16 stay in a lane, the
-// others exchange lanes, in the order of the definition.
+// Vectors lie in neighbouring lanes, a group in each.
 #pragma once
 #include "search.cuh"
 namespace kvstow {
 
-// EXCHANGE: the lanes that take part, whole vectors.
-template <int D, u32 EXCHANGE>
+// The Walsh-Hadamard transform of vectors that lie in neighbouring lanes, N elements in each, once signs are applied: in
+// the order of the definition, of which the first steps stay in a lane.
+template <int D, int N>
 struct Rotation {
-  static constexpr int LANES = D / 32;
+  static constexpr int LANES = D / N;
   static constexpr float NORM = D == 64    ? 0.125f
                                 : D == 128 ? 0x1.6a09e6p-4f
                                 : D == 256 ? 0.0625f
                                            : 0x1.6a09e6p-5f;
 
-  KVSTOW_INLINE static void rotate(float (&x)[32]) {  // once signs are applied
+  KVSTOW_INLINE static void rotate(float (&x)[N]) {
     KVSTOW_UNROLL
-    for (int h = 1; h < 32; h *= 2) KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i)
+    for (int h = 1; h < N; h *= 2) KVSTOW_UNROLL
+      for (int i = 0; i < N; ++i)
         if (!(i & h)) {
           const float a = x[i], b = x[i + h];
           x[i] = __fadd_rn(a, b), x[i + h] = __fsub_rn(a, b);
@@ -27,10 +27,10 @@ struct Rotation {
     for (int h = 1; h < LANES; h *= 2) {
       const float sign = threadIdx.x & h ? -1.f : 1.f;  // own + other, or other - own: one rounding
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(EXCHANGE, x[i], h));
+      for (int i = 0; i < N; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(WHOLE_WARP, x[i], h));
     }
     KVSTOW_UNROLL
-    for (int i = 0; i < 32; ++i) x[i] = __fmul_rn(x[i], NORM);
+    for (int i = 0; i < N; ++i) x[i] = __fmul_rn(x[i], NORM);
   }
 };
 
@@ -91,16 +91,19 @@ struct Boundaries {
   }
 };
 
-// Whether a vector is finite and small enough for its rotation to be; all its lanes ask together.
-template <int D, Dtype T, u32 EXCHANGE>
+// The rotation of a vector without greater elements is finite.
+constexpr float LARGEST_CODABLE = 0x1p100f;
+
+// Whether a vector is one of those; all its lanes ask together.
+template <int D, Dtype T>
 KVSTOW_INLINE bool is_codable(const EncodeArgs& args, const Place& place) {
   float largest = 0.f;
   const Group<T> x(args.values, place.from);
   KVSTOW_UNROLL
   for (int i = 0; i < 32; ++i) largest = most_or_nan(largest, fabsf(x[i]));
   KVSTOW_UNROLL
-  for (int h = 1; h < D / 32; h *= 2) largest = most_or_nan(largest, __shfl_xor_sync(EXCHANGE, largest, h));
-  return largest <= 0x1p100f;
+  for (int h = 1; h < D / 32; h *= 2) largest = most_or_nan(largest, __shfl_xor_sync(WHOLE_WARP, largest, h));
+  return largest <= LARGEST_CODABLE;
 }
 
 // The best of eight multiples of the root mean square: divides `units` by it, and returns what is
@@ -126,14 +129,14 @@ KVSTOW_INLINE u16 search_values(const EncodeArgs& args, const Boundaries<BITS>& 
   return to_float16(__fmul_rn(__fmul_rn(divisor, multiple), ratio));
 }
 
-template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH, u32 EXCHANGE>
+template <int D, int BITS, Dtype T, bool GUARD, bool SEARCH>
 KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges, u32 vector, int group) {
   const Place place(args, vector, group);
   Group<T> values(args.values, place.from);
   values.negate(args.signs + group * 32);
   float x[32];
   values.expand(x);
-  Rotation<D, EXCHANGE>::rotate(x);
+  Rotation<D, 32>::rotate(x);
   float sum = __fmul_rn(x[0], x[0]);
   KVSTOW_UNROLL
   for (int i = 1; i < 32; ++i) sum = __fadd_rn(sum, __fmul_rn(x[i], x[i]));
@@ -142,7 +145,7 @@ KVSTOW_INLINE void encode_value_group(const EncodeArgs& args, const float* edges
   float divisor = __fadd_rn(rms, EPS);
   if (GUARD) {
     const bool saturated = (scale & 0x7FFFu) == 0x7C00u;
-    if (__any_sync(EXCHANGE, saturated) && is_codable<D, T, EXCHANGE>(args, place) && saturated) {
+    if (__any_sync(WHOLE_WARP, saturated) && is_codable<D, T>(args, place) && saturated) {
       scale = 0x7BFF;  // 65504
       divisor = FLOAT16_MAX;
     }

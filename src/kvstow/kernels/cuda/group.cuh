@@ -112,15 +112,15 @@ struct Divider {
     q = __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
     return __fmaf_rn(__fmaf_rn(-q, divisor, x), reciprocal, q);
   }
-  // use(i, x[i] / divisor) for all elements
-  template <class Elements, class Use>
+  // use(i, x[i] / divisor) for N elements
+  template <int N = 32, class Elements, class Use>
   KVSTOW_INLINE void each(const Elements& x, Use use) const {
     if (quick) {
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) use(i, divided(x[i], divisor, reciprocal));
+      for (int i = 0; i < N; ++i) use(i, divided(x[i], divisor, reciprocal));
     } else {
       KVSTOW_UNROLL
-      for (int i = 0; i < 32; ++i) use(i, __fdiv_rn(x[i], divisor));
+      for (int i = 0; i < N; ++i) use(i, __fdiv_rn(x[i], divisor));
     }
   }
 };

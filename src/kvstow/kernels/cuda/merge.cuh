@@ -5,6 +5,7 @@
 // brought to the greatest one.
 #pragma once
 #include "shares.cuh"
+#include "signs.cuh"
 #include "value_sums.cuh"
 namespace kvstow {
 
@@ -88,25 +89,9 @@ KVSTOW_INLINE float sink_of(const DecodeArgs& args, u64 row) {
   return args.sinks ? args.sinks[(u32)row / args.n_queries % (args.n_kv_heads * args.group)] * LOG2_E : minus_infinity();
 }
 
-// The signs of the rotation, of dims E * lane on. They come from memory, so they are asked for early.
-template <class S>
-struct Signs {
-  static constexpr int E = S::D / 32, WORDS = (E + 3) / 4;
-  u32 bytes[WORDS];
-
-  KVSTOW_INLINE explicit Signs(const DecodeArgs& args) {
-    const signed char* from = args.signs + (thread_index() & 31) * E;
-    KVSTOW_UNROLL
-    for (int w = 0; w < WORDS; ++w) bytes[w] = E == 2 ? *(const u16*)from : ((const u32*)from)[w];
-  }
-  KVSTOW_INLINE float times(float x, int e) const {  // a sign is +1 or -1
-    return __uint_as_float(__float_as_uint(x) ^ (bytes[e / 4] << (24 - e % 4 * 8) & 0x80000000u));
-  }
-};
-
 // Undoes the rotation of a row and writes the output, for one warp: dims E * lane on of its sums, and its whole weight.
 template <class S, Dtype T>
-KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 32], float total, const Signs<S>& signs) {
+KVSTOW_INLINE void write_row(const DecodeArgs& args, u64 row, float (&x)[S::D / 32], float total, const Signs<S::D>& signs) {
   constexpr int E = S::D / 32;
   const int lane = thread_index() & 31;
   // A row that sees no token is zero.
@@ -206,7 +191,7 @@ KVSTOW_INLINE float read_whole(u32 from, float sink, float (&x)[S::D / 32]) {
 //   shared: of the block; 4 bytes at `AT_LAST` say to all threads whether it is the last one
 template <class S, Dtype T>
 KVSTOW_INLINE void finish(const DecodeArgs& args, const Split& split, u32 shared) {
-  const Signs<S> signs(args);
+  const Signs<S::D> signs(args.signs);  // they come from memory, so they are asked for early
   __syncthreads();
   if (split.n_splits > 1) {
     if (threadIdx.x == 0) {
