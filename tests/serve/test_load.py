@@ -55,7 +55,7 @@ def test_many_clients_get_the_answers_of_one_and_leave_nothing_behind(serve, tin
         "turbo:k8v3+stored",
         context=CONTEXT,
         decode_concurrency=8,
-        max_queue=20,
+        max_queue=10,
         prefix_files=PrefixFiles(tmp_path / "prefixes", 10**8),
     ) as it:
         asyncio.run(load.load(it.url, asks, N_CLIENTS, 2))
