@@ -214,10 +214,8 @@ def store(keys, values, widths, folder, dtype="float32"):
     storing = Storing(f"kvstow::store_token<{types}>(args, b, 0, 0, 0)", 8 * d)
     planes = _planes((n, 1, 1), d, widths)
     args = DecodeArgs(*map(_address, planes))
-    args.signs, args.boundaries = (
-        _address(SIGNS[d].astype(np.int8)),
-        _address(BOUNDARIES[widths[1]]),
-    )
+    signs, boundaries = SIGNS[d].astype(np.int8), BOUNDARIES[widths[1]]  # kept until it has run
+    args.signs, args.boundaries = _address(signs), _address(boundaries)
     args.new_keys, args.new_values = _address(keys), _address(values)
     args.batch, args.n_kv_heads, args.capacity = n, 1, 1
     assert compile_kernel(storing, folder)(ctypes.byref(args), 1, 1, 1)

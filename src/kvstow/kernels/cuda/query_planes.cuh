@@ -42,7 +42,7 @@ struct LoadedRows {
     for (int k = 0; k < PER_WARP; ++k) {
       const int r = warp + k * S::WARPS;
       if (S::ROWS % S::WARPS && r >= S::ROWS) break;
-      float x[S::GROUPS];
+      float x[S::GROUPS];  // hidden before: the compiler would make them, and so wait, where they are asked for
       KVSTOW_UNROLL
       for (int j = 0; j < S::GROUPS; ++j) x[j] = from_bits<T>(hidden(bits[k][j]));
       u32 greatest = 0;  // as an integer: infinity and NaN are above every number
