@@ -41,8 +41,9 @@ SHAPES += [
 ]
 SHAPES += [(16, 65_536, 32, 8, 64, 1), (16, 16_384, 32, 8, 256, 1), (4, 16_384, 16, 8, 512, 1)]
 STORING_SHAPES = [(b, t, 32, 8, 128, 1) for b, t in ((1, 4096), (1, 65_536), (16, 65_536))]
-# What a call can't be faster than: its bytes are read, and nothing is done with them.
-READ_ALL = r"""
+# What a call can't be faster than: its bytes are read, and nothing is done with them; or no bytes.
+BOUNDS = r"""
+extern "C" __global__ void nothing() {}
 extern "C" __global__ void read_all(const uint4* from, long long n, int* never) {
   const long long share = (n + gridDim.x - 1) / gridDim.x, begin = share * blockIdx.x;
   const long long end = begin + share < n ? begin + share : n;
@@ -212,18 +213,26 @@ def with_host(row: dict[str, Any], bf16_us: float | None) -> dict[str, Any]:
     }
 
 
-def read_us(host: CudaHost, clock: Clock, n_bytes: int) -> float:
-    """Time of a kernel that reads so many bytes, a block of 1024 threads on each processor."""
-    kernel = cupy.RawKernel(READ_ALL, "read_all")
+def bounds_us(host: CudaHost, clock: Clock, n_bytes: int) -> dict[str, float]:
+    """Times of a kernel that reads so many bytes, and of one that does nothing.
+
+    Both have a block of 1024 threads on each processor.
+    """
+    module = cupy.RawModule(code=BOUNDS)
     memory = torch.zeros(n_bytes, dtype=torch.uint8, device="cuda").random_(0, 256)
     never = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def call() -> None:
-        args = memory.data_ptr(), n_bytes // 16, never.data_ptr()
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            kernel((host.device.n_processors,), (1024,), args)
+    def median_us(name: str, args: tuple[int, ...]) -> float:
+        kernel = module.get_function(name)
 
-    return clock.median_us(call)
+        def call() -> None:
+            with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                kernel((host.device.n_processors,), (1024,), args)
+
+        return round(clock.median_us(call), 2)
+
+    read = memory.data_ptr(), n_bytes // 16, never.data_ptr()
+    return {"read_us": median_us("read_all", read), "nothing_us": median_us("nothing", ())}
 
 
 def ragged_row(host: CudaHost, clock: Clock) -> dict[str, Any]:
@@ -241,7 +250,7 @@ def ragged_row(host: CudaHost, clock: Clock) -> dict[str, Any]:
         "rows": "1x131072 + 15x2048",
         "fused_us": round(fused_us, 2),
         "fused_tb_per_s": round(n_bytes / fused_us / 1e6, 3),
-        "read_us": round(read_us(host, clock, n_bytes), 2),
+        **bounds_us(host, clock, n_bytes),
     }
 
 

@@ -108,7 +108,8 @@ def others(rows: Sequence[Row]) -> Iterator[str]:
         yield (
             f"| rows that differ in length, {row['rows']} tokens | {row['fused_us']:.1f} us "
             f"| {row['fused_tb_per_s']:.2f} TB/s; a kernel that only reads as many bytes "
-            f"{row['read_us']:.1f} us, {bytes_read / row['read_us']:.2f} TB/s |"
+            f"{row['read_us']:.1f} us, {bytes_read / row['read_us']:.2f} TB/s; "
+            f"one that does nothing {row['nothing_us']:.1f} us |"
         )
     for row in of(rows, "kernel_encode"):
         what = f"{row['heads']} heads of {row['head_dim']}, `{row['scheme']}`"

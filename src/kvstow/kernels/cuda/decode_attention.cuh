@@ -162,7 +162,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
     more = false, begun = true;
     if (args.lengths) {
       share.recall(shared);
-      more = share.next(args, typename Share<S>::Rows(args, 0), next);
+      if (share.at < share.end) more = share.next(args, typename Share<S>::Rows(args, 0), next);
     }
   }
 }
