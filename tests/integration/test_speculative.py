@@ -194,7 +194,7 @@ def test_vocabularies_agree_where_one_is_longer_and_disagree_where_an_id_is_anot
 # under mlx-lm's own affine:8 (rms). Three times as much is a near-tie.
 NEAR_TIE = {"turbo:k8v8": 0.1, "turbo:k8v3": 0.3}
 MOVED = {"off": 1e-4, "affine:8": 0.18, "turbo:k8v8": 0.1}
-ANSWER = "1. Red: Red is the most popular colour among humans. It is also the most popular colour."
+ANSWER = "1. Red: Red is the most popular colour among humans."
 
 
 def chat(tokenizer, text):

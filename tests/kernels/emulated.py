@@ -1,7 +1,9 @@
 """Runs kernels on the CPU through ``emulator.h``: the device source itself, without a GPU."""
 
 import ctypes
+import hashlib
 import math
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from kvstow.kernels.source import cuda_header
 from kvstow.kernels.specialise import SHARED_LIMITS, DecodeKernel, EncodeKernel, decode_kernel
 
 EMULATOR = Path(__file__).with_name("emulator.h")
-OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+# Compiling takes longer than running, so nothing is optimised.
+OPTIONS = ["-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 
 
 @cache
@@ -61,10 +64,15 @@ def emulated(file_name):
 
 
 def compile_program(program, folder, name):
-    """A library."""
-    source, library = folder / f"{name}.cc", folder / f"{name}.so"
-    source.write_text(program)
-    subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(library)], check=True)
+    """A library, compiled once for all processes that share the folder."""
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    library = folder / f"{name}_{digest}.so"
+    if not library.exists():
+        own = folder / f"{name}_{digest}_{os.getpid()}"
+        source, made = own.with_suffix(".cc"), own.with_suffix(".so")
+        source.write_text(program)
+        subprocess.run([compiler(), *OPTIONS, str(source), "-o", str(made)], check=True)
+        made.replace(library)
     return ctypes.CDLL(str(library))
 
 

@@ -58,8 +58,8 @@ def degenerate(rng, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", KEY_BITS)
-def test_quick_codes_are_those_of_the_definition(rng, tmp_path, bits, dtype):
-    codes_of = emulated.key_codes(dtype, bits, tmp_path)
+def test_quick_codes_are_those_of_the_definition(rng, programs, bits, dtype):
+    codes_of = emulated.key_codes(dtype, bits, programs)
     n = 3000
     for groups, least_possible in (
         (ordinary(rng, n), 0.7),
@@ -75,5 +75,5 @@ def test_quick_codes_are_those_of_the_definition(rng, tmp_path, bits, dtype):
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-def test_boundaries_that_the_source_knows_are_those_of_the_table(tmp_path, bits):
-    np.testing.assert_array_equal(emulated.known_boundaries(bits, tmp_path), BOUNDARIES[bits])
+def test_boundaries_that_the_source_knows_are_those_of_the_table(programs, bits):
+    np.testing.assert_array_equal(emulated.known_boundaries(bits, programs), BOUNDARIES[bits])

@@ -42,17 +42,17 @@ def check(planes, keys, values, widths):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_a_stored_token_has_the_bits_of_the_definition(rng, tmp_path, head_dim, widths):
+def test_a_stored_token_has_the_bits_of_the_definition(rng, programs, head_dim, widths):
     keys = hard_vectors(rng, head_dim)
     values = np.ascontiguousarray(keys[::-1])
-    check(emulated.store(keys, values, widths, tmp_path), keys, values, widths)
+    check(emulated.store(keys, values, widths, programs), keys, values, widths)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_elements_of_16_bits_are_stored_as_their_float32(rng, tmp_path, dtype):
+def test_elements_of_16_bits_are_stored_as_their_float32(rng, programs, dtype):
     narrow = emulated.narrowed(hard_vectors(rng, 128), dtype)
     bits = narrow.view(np.uint16).astype(np.uint32)
     wide = (bits << 16).view(np.float32) if dtype == "bfloat16" else narrow.astype(np.float32)
     reverse = np.ascontiguousarray(narrow[::-1])
-    planes = emulated.store(narrow, reverse, (8, 3), tmp_path, dtype)
+    planes = emulated.store(narrow, reverse, (8, 3), programs, dtype)
     check(planes, wide, wide[::-1], (8, 3))
