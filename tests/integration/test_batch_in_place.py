@@ -187,7 +187,7 @@ OPERATIONS = st.one_of(
 
 
 @pytest.mark.usefixtures("kernels")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     scheme=st.sampled_from(SCHEMES),
     lengths=st.lists(st.sampled_from([1, 5, 9]), min_size=1, max_size=3),
@@ -365,7 +365,7 @@ CHANGES = {"keep": keep, "extract": extract, "deepcopy": deepcopy, "look": look}
 
 
 @pytest.mark.usefixtures("kernels")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([3, 9, 16, 30]), min_size=1, max_size=3),
     operations=st.lists(OF_WINDOWS, max_size=8),

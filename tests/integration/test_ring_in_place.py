@@ -104,7 +104,7 @@ def equal(got, want):
 
 
 @pytest.mark.usefixtures("kernels")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     operations=st.lists(OPERATIONS, max_size=10),
     keep=st.sampled_from([0, 4]),
