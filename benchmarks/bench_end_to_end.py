@@ -36,11 +36,10 @@ os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
 BLAS = use_fast_blas()
 
 import mlx.core as mx  # noqa: E402
-from end_to_end_arms import AHEAD, STEP_TOKENS, Arm, Bench, Cell, needed_bytes  # noqa: E402
+from end_to_end_arms import AHEAD, STEP_TOKENS, Arm, Bench, Cell  # noqa: E402
 from end_to_end_models import SHAPES, random_model  # noqa: E402
 
 from kvstow.evaluate.environment import environment  # noqa: E402
-from kvstow.integrations.mlx_lm import read_shape  # noqa: E402
 from kvstow.models import load  # noqa: E402
 from kvstow.scheme import Off, Scheme  # noqa: E402
 from kvstow.serve.budget import free_memory  # noqa: E402
@@ -111,11 +110,10 @@ def ratio(ms: dict[str, list[float]], base: str, name: str) -> float | None:
     return round(statistics.median(theirs / mine for theirs, mine in pairs), 3)
 
 
-def longest(model: Any, scheme: Scheme, batch: int, memory_bytes: int) -> Cell:
+def longest(bench: Bench, scheme: Scheme, batch: int) -> Cell:
     """The most tokens of each row, in steps of 4096, that the estimate lets through."""
-    shape = read_shape(model)
     tokens = 4096
-    while needed_bytes(model, shape, [scheme], Cell(batch, tokens + 4096)) <= memory_bytes:
+    while bench.fits([scheme], Cell(batch, tokens + 4096)):
         tokens += 4096
     return Cell(batch, tokens)
 
@@ -166,7 +164,7 @@ def rows(bench: Bench, cell: Cell, schemes: Sequence[Scheme]) -> Iterator[dict[s
     for group in groups(bench, cell, [s for s in fitting if str(s) not in found]):
         found = measure(bench, cell, group) | found
     for scheme in schemes:
-        needed = bench.needed([scheme], cell)
+        needed = bench.needed_bytes([scheme], cell)
         why = f"needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f}"
         yield {
             "bench": "end_to_end",
@@ -197,7 +195,7 @@ def main() -> None:
     bench = Bench(model, options)
     runs = [(cell, options.schemes, False) for cell in options.cells]
     for scheme in options.longest:
-        cell = longest(model, scheme, options.longest_batch, options.memory_bytes)
+        cell = longest(bench, scheme, options.longest_batch)
         runs.append((cell, [scheme], True))
     about = environment(" ".join(["python", *sys.argv]), BLAS)
     for cell, schemes, is_longest in runs:

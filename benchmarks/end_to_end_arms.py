@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvstow.attention import fused
-from kvstow.capacity import ModelShape, bytes_per_token
+from kvstow.capacity import bytes_per_token
 from kvstow.errors import KvstowError
 from kvstow.integrations import attach, usage
 from kvstow.integrations.mlx_lm import attachment, read_shape, restore
@@ -37,22 +37,6 @@ class Cell:
     def parse(cls, text: str) -> "Cell":
         batch, _, tokens = text.partition("x")
         return cls(int(batch), int(tokens))
-
-
-def needed_bytes(model: Any, shape: ModelShape, schemes: Iterable[Scheme], cell: Cell) -> int:
-    """Weights, a cache of each scheme with room to grow, and what growing its layers takes.
-
-    MLX grows a layer while it holds another: two at a time, in the bytes of the scheme. Where no
-    kernel attends to what is stored, a step decodes a layer instead, which takes more.
-    """
-    parameters: Any = tree_flatten(model.parameters())
-    weights = sum(array.nbytes for _, array in parameters)
-    of_rows = cell.batch * (cell.tokens + 2 * STEP_TOKENS)
-    layers = max(1, len(shape.of_kind("full", "plain")))
-    caches = [of_rows * bytes_per_token(shape, scheme) for scheme in schemes]
-    decoded = of_rows * bytes_per_token(shape, Off()) if fused.why_no_device() else 0
-    logits = 4 * cell.batch * shape.vocab_size * 4
-    return int(weights + sum(caches) + 2 * max(*caches, decoded) // layers + logits)
 
 
 def filled(model: Any, cell: Cell, dtype: mx.Dtype) -> list[Any]:
@@ -129,13 +113,25 @@ class Bench:
         finally:
             restore(self.model, None)
 
-    def needed(self, schemes: Iterable[Scheme], cell: Cell) -> int:
-        """See `needed_bytes`."""
-        return needed_bytes(self.model, self.shape, schemes, cell)
+    def needed_bytes(self, schemes: Iterable[Scheme], cell: Cell) -> int:
+        """Weights, a cache of each scheme with room to grow, and what growing its layers takes.
+
+        MLX grows a layer while it holds another: two at a time, in the bytes of the scheme. Where
+        no kernel attends to what is stored, a step decodes a layer instead, which takes more.
+        """
+        parameters: Any = tree_flatten(self.model.parameters())
+        weights = sum(array.nbytes for _, array in parameters)
+        of_rows = cell.batch * (cell.tokens + 2 * STEP_TOKENS)
+        layers = max(1, len(self.shape.of_kind("full", "plain")))
+        caches = [of_rows * bytes_per_token(self.shape, scheme) for scheme in schemes]
+        decodes = self.options.fetch == "deferred" or fused.why_no_device()
+        decoded = of_rows * bytes_per_token(self.shape, Off()) if decodes else 0
+        logits = 4 * cell.batch * self.shape.vocab_size * 4
+        return int(weights + sum(caches) + 2 * max(*caches, decoded) // layers + logits)
 
     def fits(self, schemes: Iterable[Scheme], cell: Cell) -> bool:
         """Whether these fit beside each other."""
-        return bool(self.needed(schemes, cell) <= self.options.memory_bytes)
+        return bool(self.needed_bytes(schemes, cell) <= self.options.memory_bytes)
 
     def refusal(self, scheme: Scheme, cell: Cell) -> str:
         """How a scheme fails on short caches of this batch; empty if it does not.

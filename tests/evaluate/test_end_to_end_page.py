@@ -191,10 +191,23 @@ def test_rows_of_the_benchmark_have_what_is_shown(bench):
     assert json.dumps(rows)
     assert len(said(rows)) > 10
     assert TOOL["figures"](rows)
-    longest = bench["longest"](model, schemes[1], 2, 10**8)
-    shape = kvstow.integrations.mlx_lm.read_shape(model)
-    assert bench["needed_bytes"](model, shape, [schemes[1]], longest) <= 10**8
+    made_with.options.memory_bytes = 10**8
+    longest = bench["longest"](made_with, schemes[1], 2)
+    assert made_with.fits([schemes[1]], longest)
+    assert not made_with.fits([schemes[1]], bench["Cell"](2, longest.tokens + 4096))
     assert not mx.isnan(sys.modules["end_to_end_arms"].noise((2, 3, 5000, 4), mx.float32)).any()
+
+
+@pytest.mark.parametrize(("fetch", "has_kernels"), [("auto", False), ("deferred", True)])
+def test_a_layer_is_counted_that_is_decoded_in_each_step(bench, monkeypatch, fetch, has_kernels):
+    fused = sys.modules["end_to_end_arms"].fused
+    made_with = bench["Bench"](tiny.build("llama"), options_with(memory_bytes=10**10))
+    schemes, cell = parsed("turbo:k8v3"), bench["Cell"](2, 3000)
+    monkeypatch.setattr(fused, "why_no_device", lambda: "")
+    by_kernels = made_with.needed_bytes(schemes, cell)
+    monkeypatch.setattr(fused, "why_no_device", lambda: "" if has_kernels else "none")
+    made_with.options.fetch = fetch
+    assert made_with.needed_bytes(schemes, cell) > 1.2 * by_kernels
 
 
 def test_schemes_take_turns_and_nothing_else_is_attached_in_theirs(bench, monkeypatch):
@@ -252,7 +265,7 @@ def test_groups_are_of_what_fits_beside_off(bench):
     cell = bench["Cell"](2, 2**20)
 
     def grouped(room, asked=schemes):
-        made_with.options.memory_bytes = made_with.needed(room, cell)
+        made_with.options.memory_bytes = made_with.needed_bytes(room, cell)
         return bench["groups"](made_with, cell, asked)
 
     assert grouped(schemes) == [schemes]
