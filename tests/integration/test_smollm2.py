@@ -119,7 +119,8 @@ QUESTIONS = (
 def test_an_answer_under_k8v8_is_the_unquantised_answer(smollm2, questions):
     """Questions of one length are rows of one batch, whose weights are read once.
 
-    Of twelve such questions ten are answered alike; two part at gaps of 0.017 and 0.075.
+    Of twelve such questions ten are answered alike over 64 tokens; two part at gaps of 0.017
+    and 0.075.
     """
     model, tokenizer = smollm2
     prompts = np.array([chat(tokenizer, question) for question in questions])

@@ -189,7 +189,8 @@ def test_vocabularies_agree_where_one_is_longer_and_disagree_where_an_id_is_anot
 # --- the demo model
 
 # Steps of one token and of four round differently, in the last bits of float32, and a number
-# between two codes then takes the other one. In texts of 20 to 60 tokens that moves logits by
+# between two codes then takes the other one. In texts of 20 to 60 tokens, more than are compared
+# below, that moves logits by
 # 9e-6 without a scheme, by 0.02 to 0.03 under k8v8, by up to 0.1 under k8v3 and by 0.05 to 0.06
 # under mlx-lm's own affine:8 (rms). Three times as much is a near-tie.
 NEAR_TIE = {"turbo:k8v8": 0.1, "turbo:k8v3": 0.3}

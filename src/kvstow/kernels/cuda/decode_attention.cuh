@@ -162,6 +162,7 @@ KVSTOW_INLINE void decode_attention(const DecodeArgs& args, char* shared_bytes) 
     more = false, begun = true;
     if (args.lengths) {
       share.recall(shared);
+      // Rows are read from memory again, which a share at its end need not wait for.
       if (share.at < share.end) more = share.next(args, typename Share<S>::Rows(args, 0), next);
     }
   }
